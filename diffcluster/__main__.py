@@ -1,0 +1,5 @@
+"""`python -m diffcluster` is the `diffcluster` command."""
+
+from diffcluster.cli import main
+
+main()

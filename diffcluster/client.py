@@ -1,0 +1,122 @@
+"""A small client of the router's HTTP API, blocking and async.
+
+    with Client("http://127.0.0.1:8000") as client:
+        image = client.generate("a slice of pizza", seed=7)[0]
+        Path("pizza.png").write_bytes(image.content)
+
+OpenAI's own client works as well; this one knows our fields, our errors and the cluster's state.
+"""
+
+from __future__ import annotations
+
+import base64
+from types import TracebackType
+from typing import Any, Final
+
+import httpx
+from msgspec import Struct
+
+from diffcluster.errors import DiffclusterError
+
+__all__ = ["ApiError", "AsyncClient", "Client", "GeneratedImage"]
+
+_TIMEOUT: Final = httpx.Timeout(None, connect=5.0)  # the router bounds how long a request may take
+
+
+class ApiError(DiffclusterError):
+    """The router said no, or could not be reached. `status` is 0 if there was no answer."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class GeneratedImage(Struct, frozen=True):
+    """One picture: the file's bytes, the seed that makes it again, seconds by stage."""
+
+    content: bytes
+    seed: int
+    timings: dict[str, Any]
+
+
+def _checked(response: httpx.Response) -> dict[str, Any]:
+    if response.is_success:
+        body: dict[str, Any] = response.json()
+        return body
+    try:
+        error = response.json()["error"]
+        raise ApiError(response.status_code, error["message"], error["code"], error["param"])
+    except (ValueError, KeyError, TypeError):
+        raise ApiError(response.status_code, f"HTTP {response.status_code} from {response.url}") from None
+
+
+def _images(response: httpx.Response) -> list[GeneratedImage]:
+    data = _checked(response)["data"]
+    return [GeneratedImage(base64.b64decode(image["b64_json"]), image["seed"], image["timings"]) for image in data]
+
+
+def _request(prompt: str, fields: dict[str, Any], request_id: str | None) -> dict[str, Any]:
+    headers = {"x-request-id": request_id} if request_id else {}
+    return {"url": "/v1/images/generations", "json": {"prompt": prompt} | fields, "headers": headers}
+
+
+class Client:
+    """Blocking. Proxies of the environment are not used: a cluster is reached directly."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False)
+
+    def generate(self, prompt: str, *, request_id: str | None = None, **fields: Any) -> list[GeneratedImage]:
+        """POST /v1/images/generations with `fields` as they are; raises `ApiError`."""
+        try:
+            return _images(self._http.post(**_request(prompt, fields, request_id)))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    def get(self, path: str) -> dict[str, Any]:
+        """GET any of the router's JSON pages, such as `/v1/cluster`; raises `ApiError`."""
+        try:
+            return _checked(self._http.get(path))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The same for asyncio."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, trust_env=False)
+
+    async def generate(self, prompt: str, *, request_id: str | None = None, **fields: Any) -> list[GeneratedImage]:
+        """POST /v1/images/generations with `fields` as they are; raises `ApiError`."""
+        try:
+            return _images(await self._http.post(**_request(prompt, fields, request_id)))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """GET any of the router's JSON pages; raises `ApiError`."""
+        try:
+            return _checked(await self._http.get(path))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await self.close()

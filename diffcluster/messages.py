@@ -1,0 +1,330 @@
+"""What router and roles say to each other: two closed unions of frozen structs.
+
+Rules of change within a protocol version: fields may be added with a default, never renamed or removed; anything else
+raises `PROTOCOL_VERSION`. Nothing here holds tensor bytes. Every message about a request names the request and the
+`attempt`, so that what an earlier attempt still says changes nothing. The sender is known from the socket.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from diffcluster.errors import FailureCode
+from diffcluster.ids import NAME_PATTERN, HostId, Incarnation, InstanceName, LeaseId, RequestId, Role
+from diffcluster.tensors import Manifest
+
+__all__ = [
+    "PROTOCOL_VERSION", "Allocate", "Allocated", "AllocationRefused", "BulkPiece", "Cancel", "Cancelled", "Done",
+    "Drain", "Drained", "EngineKind", "Evict", "Evicted", "ExtraArgument", "Failed", "FileInfo", "ImageParameters",
+    "ModelFacts", "OutputFormat", "Progress", "Push", "PushFailed", "Pushed", "Ready", "Refused", "Register",
+    "Registered", "Release", "RoleHeartbeat", "RoleToRouter", "RouterHeartbeat", "RouterToRole", "Session",
+    "SlotAddress", "StageTimings", "Staged", "Submit",
+]  # fmt: skip
+
+PROTOCOL_VERSION: Final = 1
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+Text = Annotated[str, Meta(max_length=4096)]
+Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+EngineKind = Literal["shm", "tcp"]
+OutputFormat = Literal["png", "jpeg", "webp"]
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
+    """Base of all messages: tagged by class name, closed."""
+
+
+class _OfRequest(_Message, frozen=True):
+    """Base of messages about one attempt at one request."""
+
+    request_id: Annotated[RequestId, Meta(min_length=1, max_length=64)]
+    attempt: Annotated[int, Meta(ge=1, le=1000)]
+
+
+# ---------------------------------------------------------------- what they carry
+
+
+class ExtraArgument(Struct, frozen=True, forbid_unknown_fields=True):
+    """A pipeline argument of its own that a model takes in `extra`. Always a number in minimum..maximum."""
+
+    name: Name
+    minimum: float
+    maximum: float
+
+
+class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the router must know of a model to refuse early and to fill in what was left out.
+
+    Read from the model's configs, so that all roles of one model say the same. Sizes in pixels.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=256)]
+    revision: Annotated[str, Meta(max_length=128)]
+    pipeline: str
+    width: Annotated[int, Meta(ge=1)]
+    height: Annotated[int, Meta(ge=1)]
+    size_multiple: Annotated[int, Meta(ge=1)]
+    max_pixels: Annotated[int, Meta(ge=1)]
+    num_inference_steps: Annotated[int, Meta(ge=1)]
+    max_inference_steps: Annotated[int, Meta(ge=1)]
+    guidance_scale: float
+    extras: tuple[ExtraArgument, ...] = ()
+
+
+class ImageParameters(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One picture to make; every field is decided by the router, so that all stages and retries agree.
+
+    `guidance_scale` <= 1 means no negative pass. The noise comes from a CPU generator seeded with `seed`,
+    of which torch uses the low 32 bits.
+    `extra` holds arguments that the model's facts declare.
+    """
+
+    model: str
+    prompt: Annotated[str, Meta(max_length=32_000)]
+    negative_prompt: Annotated[str, Meta(max_length=32_000)] = ""
+    width: Annotated[int, Meta(ge=1)]
+    height: Annotated[int, Meta(ge=1)]
+    num_inference_steps: Annotated[int, Meta(ge=1)]
+    guidance_scale: float
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    output_format: OutputFormat = "png"
+    output_compression: Annotated[int, Meta(ge=0, le=100)] = 100
+    extra: dict[str, float] = {}
+
+
+class Session(Struct, frozen=True, forbid_unknown_fields=True):
+    """How an instance can be written to by one kind of engine. `address` is the engine's own form."""
+
+    kind: EngineKind
+    address: Annotated[str, Meta(max_length=512)]
+
+
+class SlotAddress(Struct, frozen=True, forbid_unknown_fields=True):
+    """A leased receive slot. `token` is the capability to write into it, good for this lease alone."""
+
+    lease: LeaseId
+    offset: Count
+    nbytes: Count
+    token: Token
+
+
+class StageTimings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds that one stage spent on one request: waiting, loading its input, computing."""
+
+    queued_s: Seconds
+    loaded_s: Seconds
+    computed_s: Seconds
+
+
+class FileInfo(Struct, frozen=True, forbid_unknown_fields=True):
+    """A finished file, whose bytes follow on the bulk connection."""
+
+    media_type: Annotated[str, Meta(max_length=64)]
+    nbytes: Count
+
+
+# ---------------------------------------------------------------- role to router
+
+
+class Register(_Message, frozen=True):
+    """A role is there, has loaded its model and takes work. Sent again until it is answered."""
+
+    version: int
+    role: Role
+    name: Annotated[InstanceName, Meta(pattern=NAME_PATTERN)]
+    incarnation: Annotated[Incarnation, Meta(pattern=r"^[0-9a-f]{32}$")]
+    host: Annotated[HostId, Meta(max_length=256)]
+    model: ModelFacts
+    components: dict[str, Count]
+    """Bytes of parameters and buffers of each component that this role loaded; 0 for those without weights."""
+    device: str
+    dtype: str
+    threads: Count
+    pid: Count
+    sessions: tuple[Session, ...]
+    slot_bytes: Count
+    """Size of the region that peers write into; 0 for a role that receives nothing."""
+    max_outstanding: Annotated[int, Meta(ge=1, le=10_000)]
+    """How many requests the router may have given to this instance at one time."""
+
+
+class RoleHeartbeat(_Message, frozen=True):
+    """An instance lives, and how it is doing. Bytes are of its receive and send regions."""
+
+    queued: Count
+    running: Count
+    receive_free: Count
+    receive_quarantined: Count
+    send_free: Count
+    resident_bytes: Count
+
+
+class Staged(_OfRequest, frozen=True):
+    """A stage has finished; its output lies in a send slot and stays there until `Release`."""
+
+    manifest: Manifest
+    scalars: dict[str, float | int | str]
+    timings: StageTimings
+
+
+class Allocated(_OfRequest, frozen=True):
+    """A receive slot is leased for the request."""
+
+    slot: SlotAddress
+
+
+class AllocationRefused(_OfRequest, frozen=True):
+    """No slot. `permanent` when none of that size can ever be had here."""
+
+    permanent: bool
+    reason: Text
+
+
+class Pushed(_OfRequest, frozen=True):
+    """All bytes are in the memory of `receiver`."""
+
+    receiver: Incarnation
+    lease: LeaseId
+    engine: EngineKind
+    nbytes: Count
+    seconds: Seconds
+
+
+class PushFailed(_OfRequest, frozen=True):
+    """The bytes are not all there. `settled`: none of them can arrive any more."""
+
+    receiver: Incarnation
+    lease: LeaseId
+    settled: bool
+    reason: Text
+
+
+class Progress(_OfRequest, frozen=True):
+    """`step` of `steps` denoising steps are done."""
+
+    step: Count
+    steps: Count
+
+
+class Done(_OfRequest, frozen=True):
+    """The last stage has finished; the files' bytes travel on the bulk connection."""
+
+    files: Annotated[tuple[FileInfo, ...], Meta(max_length=64)]
+    timings: StageTimings
+
+
+class Failed(_OfRequest, frozen=True):
+    """A stage gave up; the instance lives on and holds nothing of the request."""
+
+    code: FailureCode
+    reason: Text
+
+
+class Cancelled(_OfRequest, frozen=True):
+    """Answer to `Cancel`: the instance holds nothing of the request any more."""
+
+
+class Evicted(_OfRequest, frozen=True):
+    """Answer to `Evict`: the lease is over; its bytes are free, or quarantined until nothing can be written to them."""
+
+    lease: LeaseId
+    quarantined: bool
+
+
+class Drain(_Message, frozen=True):
+    """From a role: give me nothing new, I want to leave. To a role: finish, then leave."""
+
+
+class BulkPiece(_Message, frozen=True):
+    """Heads one piece of a finished file on the bulk connection; the bytes are the next frame."""
+
+    request_id: Annotated[RequestId, Meta(min_length=1, max_length=64)]
+    attempt: Annotated[int, Meta(ge=1, le=1000)]
+    file: Annotated[int, Meta(ge=0, le=63)]
+    offset: Count
+
+
+# ---------------------------------------------------------------- router to role
+
+
+class Registered(_Message, frozen=True):
+    """Accepted. A side that hears nothing for three intervals takes the other for lost."""
+
+    heartbeat_s: Annotated[float, Meta(gt=0)]
+    bulk_port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Refused(_Message, frozen=True):
+    """Not accepted. `again`: register once more, the router does not know you; else leave."""
+
+    again: bool
+    reason: Text
+
+
+class RouterHeartbeat(_Message, frozen=True):
+    """The router lives and knows you."""
+
+
+class Submit(_OfRequest, frozen=True):
+    """To the first stage: compute this."""
+
+    parameters: ImageParameters
+
+
+class Allocate(_OfRequest, frozen=True):
+    """To a receiver: lease a receive slot."""
+
+    nbytes: Count
+
+
+class Push(_OfRequest, frozen=True):
+    """To a sender: write the staged bytes into that slot of that peer."""
+
+    receiver: InstanceName
+    incarnation: Incarnation
+    host: HostId
+    sessions: tuple[Session, ...]
+    slot: SlotAddress
+
+
+class Ready(_OfRequest, frozen=True):
+    """To a receiver: the slot holds all bytes; load them and compute."""
+
+    lease: LeaseId
+    manifest: Manifest
+    scalars: dict[str, float | int | str]
+    parameters: ImageParameters
+
+
+class Release(_OfRequest, frozen=True):
+    """To a sender: the staged slot is no longer needed."""
+
+
+class Evict(_OfRequest, frozen=True):
+    """To a receiver: the lease ends without use. `settled`: nobody can be writing into it any more."""
+
+    lease: LeaseId
+    settled: bool
+
+
+class Cancel(_OfRequest, frozen=True):
+    """Stop at the next step and forget the request."""
+
+
+class Drained(_Message, frozen=True):
+    """Nothing of yours is needed any more: go."""
+
+
+RoleToRouter = (
+    Register | RoleHeartbeat | Staged | Allocated | AllocationRefused | Pushed | PushFailed | Progress | Done | Failed
+    | Cancelled | Evicted | Drain
+)  # fmt: skip
+
+RouterToRole = (
+    Registered | Refused | RouterHeartbeat | Submit | Allocate | Push | Ready | Release | Evict | Cancel | Drain
+    | Drained
+)  # fmt: skip

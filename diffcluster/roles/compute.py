@@ -1,0 +1,120 @@
+"""The compute loop: runs one request after another on the main thread, and reports each exactly once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from msgspec import Struct
+
+from diffcluster.errors import CancelledError, FailureCode, RequestError
+from diffcluster.messages import FileInfo, ImageParameters, Progress
+from diffcluster.roles.jobs import Computed, ComputeFailed, Key
+from diffcluster.roles.stage import Output, Stage, Task
+from diffcluster.transport.mailbox import Mailbox
+from diffcluster.transport.packing import manifest_of, pack
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from diffcluster.roles.device import Device
+
+__all__ = ["ComputeLoop", "ComputeResult", "Work"]
+
+_log = logging.getLogger(__name__)
+
+
+class Work(Struct):
+    """One computation. `target` is where its output goes, None at a last stage."""
+
+    key: Key
+    parameters: ImageParameters
+    tensors: dict[str, torch.Tensor]
+    scalars: dict[str, float | int | str]
+    target: npt.NDArray[np.uint8] | None
+    cancelled: threading.Event
+
+
+class ComputeResult(Struct, frozen=True):
+    """How a computation ended, with the files it made."""
+
+    event: Computed | ComputeFailed
+    files: tuple[bytes, ...] = ()
+
+
+class ComputeLoop:
+    """Owns the stage and its device. `report` must be a mailbox's post."""
+
+    def __init__(self, stage: Stage, device: Device, report: Callable[[ComputeResult | Progress], Any]) -> None:
+        self._stage, self._device, self._report = stage, device, report
+        self._inbox: Mailbox[Work | None] = Mailbox()
+
+    def submit(self, work: Work | None) -> None:
+        """Compute `work` next; None ends the loop. For any thread."""
+        if not self._inbox.post(work) and work is not None:
+            self._report(ComputeResult(ComputeFailed(work.key, "worker_error", "too much work is waiting")))
+
+    def run(self) -> None:
+        """Compute until told to end."""
+        with torch.inference_mode():
+            while True:
+                for work in self._inbox.take():
+                    if work is None:
+                        return
+                    self._report(self._compute(work))
+
+    def close(self) -> None:
+        """Give the inbox back, after `run`."""
+        self._inbox.close()
+
+    def _compute(self, work: Work) -> ComputeResult:
+        started = time.monotonic()
+        try:
+            output = self._stage.run(Task(work.parameters, work.tensors, work.scalars, self._progress(work)))
+            manifest = self._stage_output(output, work)
+        except BaseException as error:  # noqa: BLE001 - whatever a model raises ends its request, never the role
+            code = _code(error)
+            if code not in ("cancelled", "invalid_value"):
+                _log.exception("request %s failed", work.key[0])
+            return ComputeResult(ComputeFailed(work.key, code, _reason(error)))
+        infos = tuple(FileInfo(media_type, len(content)) for media_type, content in output.files)
+        event = Computed(work.key, time.monotonic() - started, manifest, output.scalars, infos)
+        return ComputeResult(event, tuple(content for _, content in output.files))
+
+    def _stage_output(self, output: Output, work: Work) -> Any:
+        """Write the output's tensors to their reserved bytes; None if there are none to hand on."""
+        if work.target is None:
+            return None
+        manifest = manifest_of(output.tensors)
+        with self._device.copying():
+            pack(output.tensors, manifest, work.target)
+            self._device.finish()
+        return manifest
+
+    def _progress(self, work: Work) -> Callable[[int, int], None]:
+        request_id, attempt = work.key
+
+        def report(step: int, steps: int) -> None:
+            if work.cancelled.is_set():
+                raise CancelledError("cancelled between two steps")
+            self._report(Progress(request_id=request_id, attempt=attempt, step=step, steps=steps))
+
+        return report
+
+
+def _code(error: BaseException) -> FailureCode:
+    if isinstance(error, RequestError):
+        return error.code
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "out_of_memory"
+    return "worker_error"
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)[:1000]
+    return text if isinstance(error, RequestError) else f"{type(error).__name__}: {text}"

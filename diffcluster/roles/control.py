@@ -1,0 +1,287 @@
+"""The control thread of a role: owns the link to the router and the machine, and performs what the machine says."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from diffcluster import codec
+from diffcluster.errors import DiffclusterError, WireError
+from diffcluster.messages import (
+    BulkPiece, Drain, Drained, Progress, Pushed, PushFailed, Ready, Refused, Register, Registered, RoleToRouter,
+    RouterHeartbeat, RouterToRole,
+)  # fmt: skip
+from diffcluster.roles import jobs
+from diffcluster.roles.compute import ComputeLoop, ComputeResult, Work
+from diffcluster.roles.jobs import Key
+from diffcluster.roles.machine import RoleMachine
+from diffcluster.transport.control import RoleLink
+from diffcluster.transport.mailbox import Mailbox
+from diffcluster.transport.prefetch import LoadResult, Prefetcher
+from diffcluster.transport.push import Pusher, PushResult
+
+if TYPE_CHECKING:
+    import torch
+
+    from diffcluster.config import RoleConfig
+    from diffcluster.transport.arena import Arena
+    from diffcluster.transport.engines.base import Receiver
+
+__all__ = ["Control", "Leave"]
+
+_log = logging.getLogger(__name__)
+_MISSED_HEARTBEATS: Final = 3
+_GOODBYE_S: Final = 2.0
+
+
+class Leave:
+    """Posted to the control thread when the process was asked to end."""
+
+
+class Control:
+    """Created on the main thread, lives on its own. `failure` says why the role must exit non-zero, if it must."""
+
+    def __init__(self, config: RoleConfig, register: Register, receive: Arena | None, send: Arena | None) -> None:
+        self.inbox: Mailbox[object] = Mailbox()
+        self.failure: str | None = None
+        self._config, self._register = config, register
+        self._receive, self._send = receive, send
+        self._tensors: dict[Key, dict[str, torch.Tensor]] = {}
+        self._cancels: dict[Key, threading.Event] = {}
+        self._outbox: deque[RoleToRouter] = deque()
+        self._registered = False
+        self._heartbeat_s, self._heard = 1.0, 0.0
+        self._leave_by: float | None = None
+        self._stopped = False
+        self._process = psutil.Process()
+
+    def attach(
+        self,
+        machine: RoleMachine,
+        compute: ComputeLoop,
+        prefetcher: Prefetcher,
+        pusher: Pusher,
+        receivers: list[Receiver],
+    ) -> None:
+        """Give it what it works with; before `run`."""
+        self._machine, self._compute, self._prefetcher, self._pusher = machine, compute, prefetcher, pusher
+        self._receivers = receivers
+
+    def run(self) -> None:
+        """The thread. However it ends, the compute loop ends with it."""
+        try:
+            self._run()
+        except DiffclusterError as error:
+            self.failure = str(error)
+        except Exception as error:
+            _log.exception("the control thread failed")
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            for event in self._cancels.values():
+                event.set()
+            self._compute.submit(None)
+
+    def _run(self) -> None:
+        self._link = RoleLink(self._config.router, self._register.incarnation, self.inbox)
+        _log.info("waiting for the router at %s", self._config.router)
+        next_beat = 0.0
+        try:
+            while not self._stopped:
+                now = time.monotonic()
+                if now >= next_beat:
+                    self._beat(now)
+                    next_beat = now + self._heartbeat_s
+                self._flush()
+                self._link.wait(next_beat - now)
+                for frames in self._link.control():
+                    self._receive_frames(frames)
+                for item in self.inbox.take_all():
+                    self._take(item)
+        finally:
+            self._link.close(_GOODBYE_S)
+
+    # ------------------------------------------------------------ heartbeats and registration
+
+    def _beat(self, now: float) -> None:
+        self._perform(self._machine.step(jobs.Tick(), now))
+        if self._leave_by is not None and now >= self._leave_by:
+            _log.warning("leaving with work unfinished: %s s to drain are over", self._config.drain_s)
+            self._stopped = True
+        if self._registered and now - self._heard > _MISSED_HEARTBEATS * self._heartbeat_s:
+            _log.warning("the router has been silent for %d heartbeats; registering again", _MISSED_HEARTBEATS)
+            self._registered = False
+        if self._registered:
+            self._link.send(self._machine.heartbeat(self._process.memory_info().rss))
+        else:
+            self._link.send(self._register)
+
+    def _receive_frames(self, frames: list[bytes]) -> None:
+        self._heard = time.monotonic()
+        try:
+            if len(frames) != 1:
+                raise WireError(f"a message of {len(frames)} frames")
+            message = codec.decode_from_router(frames[0])
+        except WireError as error:
+            _log.error("from the router: %s", error)
+            return
+        self._take_message(message)
+
+    def _take_message(self, message: RouterToRole) -> None:
+        match message:
+            case Registered():
+                if not self._registered:
+                    _log.info("registered with the router as %s", self._register.name)
+                self._registered = True
+                self._heartbeat_s = message.heartbeat_s
+                self._link.connect_bulk(message.bulk_port)
+            case Refused(again=True):
+                _log.warning("the router does not know this instance; registering again")
+                self._registered = False
+                self._outbox.clear()
+                self._perform(self._machine.reset(time.monotonic()))
+                self._link.send(self._register)
+            case Refused():
+                raise DiffclusterError(f"the router refused this instance: {message.reason}")
+            case RouterHeartbeat():
+                pass
+            case Drained():
+                self._stopped = True
+            case Drain():
+                self._leave()
+            case _:
+                self._perform(self._machine.step(message, time.monotonic()))
+
+    def _leave(self) -> None:
+        if self._leave_by is None:
+            self._leave_by = time.monotonic() + self._config.drain_s
+            if not self._registered or not self._link.send(Drain()):
+                self._stopped = True
+        else:
+            _log.warning("asked to leave a second time: leaving at once")
+            self._stopped = True
+
+    # ------------------------------------------------------------ reports of the threads
+
+    def _take(self, item: object) -> None:
+        now = time.monotonic()
+        match item:
+            case Leave():
+                self._leave()
+            case Progress():
+                self._link.send(item)
+            case LoadResult():
+                key = (item.ready.request_id, item.ready.attempt)
+                if item.tensors is None:
+                    self._perform(self._machine.step(jobs.LoadFailed(key, item.error), now))
+                else:
+                    self._tensors[key] = item.tensors
+                    self._perform(self._machine.step(jobs.Loaded(key, item.seconds), now))
+            case PushResult():
+                self._perform(self._machine.step(_push_ended(item), now))
+            case ComputeResult():
+                self._computed(item, now)
+            case _:
+                raise TypeError(f"nobody should post {item!r}")
+
+    def _computed(self, result: ComputeResult, now: float) -> None:
+        self._cancels.pop(result.event.key, None)
+        if result.files:
+            request_id, attempt = result.event.key
+            self._link.send_files(BulkPiece(request_id=request_id, attempt=attempt, file=0, offset=0), result.files)
+        self._perform(self._machine.step(result.event, now))
+
+    # ------------------------------------------------------------ actions
+
+    def _perform(self, actions: list[jobs.Action]) -> None:
+        for action in actions:
+            self._performers[type(action)](self, action)
+
+    def _start_load(self, action: jobs.StartLoad) -> None:
+        assert self._receive is not None
+        self._prefetcher.load(action.ready, self._receive.view(action.slot.offset, action.slot.nbytes))
+
+    def _start_compute(self, action: jobs.StartCompute) -> None:
+        target = None
+        if action.output is not None:
+            assert self._send is not None
+            target = self._send.view(*action.output)
+        cancelled = self._cancels[action.key] = threading.Event()
+        scalars = action.ready.scalars if isinstance(action.ready, Ready) else {}
+        tensors = self._tensors.pop(action.key, {})
+        self._compute.submit(Work(action.key, action.parameters, tensors, scalars, target, cancelled))
+
+    def _start_push(self, action: jobs.StartPush) -> None:
+        assert self._send is not None
+        self._pusher.push(action.push, self._send.view(action.offset, action.nbytes))
+
+    def _open_window(self, action: jobs.OpenWindow) -> None:
+        for receiver in self._receivers:
+            receiver.open(action.slot)
+
+    def _close_window(self, action: jobs.CloseWindow) -> None:
+        fenced = all([receiver.close(action.slot) for receiver in self._receivers]) or action.settled
+        event = jobs.WindowClosed(action.key, action.slot.lease, fenced)
+        self._perform(self._machine.step(event, time.monotonic()))
+
+    def _tell(self, action: jobs.Send) -> None:
+        self._outbox.append(action.message)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what waits, in order. While the link is down it waits on; a router that has lost us voids it."""
+        while self._outbox and self._link.send(self._outbox[0]):
+            self._outbox.popleft()
+
+    def _cancel(self, action: jobs.CancelCompute) -> None:
+        self._cancels[action.key].set()
+
+    def _forget(self, action: jobs.Forget) -> None:
+        self._tensors.pop(action.key, None)
+
+    _performers: Final[dict[type, Callable[[Control, Any], None]]] = {
+        jobs.Send: _tell,
+        jobs.OpenWindow: _open_window,
+        jobs.CloseWindow: _close_window,
+        jobs.StartLoad: _start_load,
+        jobs.StartCompute: _start_compute,
+        jobs.StartPush: _start_push,
+        jobs.CancelCompute: _cancel,
+        jobs.Forget: _forget,
+    }
+
+
+def new_token() -> str:
+    """An unguessable capability for one slot."""
+    return secrets.token_hex(16)
+
+
+def _push_ended(result: PushResult) -> jobs.PushEnded:
+    push = result.push
+    answer: Pushed | PushFailed
+    if result.error or result.engine is None:
+        answer = PushFailed(
+            request_id=push.request_id,
+            attempt=push.attempt,
+            receiver=push.incarnation,
+            lease=push.slot.lease,
+            settled=result.settled,
+            reason=result.error[:4096],
+        )
+    else:
+        answer = Pushed(
+            request_id=push.request_id,
+            attempt=push.attempt,
+            receiver=push.incarnation,
+            lease=push.slot.lease,
+            engine=result.engine,
+            nbytes=result.nbytes,
+            seconds=result.seconds,
+        )
+    return jobs.PushEnded(push, answer, result.settled)

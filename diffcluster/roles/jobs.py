@@ -1,0 +1,168 @@
+"""The vocabulary of a role's state machine: its jobs, what can happen to them, and what can be done about it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from diffcluster.errors import FailureCode
+from diffcluster.ids import LeaseId, RequestId
+from diffcluster.messages import (
+    Allocate, Cancel, Evict, FileInfo, ImageParameters, Push, Pushed, PushFailed, Ready, Release, RoleToRouter, SlotAddress,
+    Submit,
+)  # fmt: skip
+from diffcluster.tensors import Manifest
+
+__all__ = [
+    "Action", "CancelCompute", "CloseWindow", "Computed", "ComputeFailed", "Event", "Forget", "Job", "Key", "LoadFailed",
+    "Loaded", "OpenWindow", "Phase", "PushEnded", "Send", "StartCompute", "StartLoad", "StartPush", "Tick", "WindowClosed",
+]  # fmt: skip
+
+Key = tuple[RequestId, int]
+"""A request and which attempt at it."""
+
+Phase = Literal["leased", "ready", "loading", "loaded", "computing", "staged"]
+
+
+class Job(Struct):
+    """One request in this role. `output` is its send lease, `slot` its receive slot."""
+
+    key: Key
+    phase: Phase
+    since: float
+    slot: SlotAddress | None = None
+    ready: Ready | None = None
+    parameters: ImageParameters | None = None
+    output: LeaseId | None = None
+    pushing: int = 0
+    unsettled: bool = False
+    """Whether an engine may still read `output` after a push that failed."""
+    gone: bool = False
+    """Cancelled or released while a thread still uses something of it."""
+    queued_s: float = 0.0
+    loaded_s: float = 0.0
+
+
+# ---------------------------------------------------------------- events: reports of the worker threads
+
+
+class Loaded(Struct, frozen=True):
+    """The prefetch thread has copied a request's tensors to the device."""
+
+    key: Key
+    seconds: float
+
+
+class LoadFailed(Struct, frozen=True):
+    """The prefetch thread could not."""
+
+    key: Key
+    reason: str
+
+
+class Computed(Struct, frozen=True):
+    """The compute thread has written the output to its lease (`manifest`), or made files."""
+
+    key: Key
+    seconds: float
+    manifest: Manifest | None
+    scalars: dict[str, float | int | str]
+    files: tuple[FileInfo, ...]
+
+
+class ComputeFailed(Struct, frozen=True):
+    """The compute thread gave up on a request; `code` is `cancelled` if it was told to."""
+
+    key: Key
+    code: FailureCode
+    reason: str
+
+
+class PushEnded(Struct, frozen=True):
+    """The push thread has finished with a transfer. `error` is "" if all bytes arrived."""
+
+    push: Push
+    answer: Pushed | PushFailed
+    settled: bool
+
+
+class WindowClosed(Struct, frozen=True):
+    """Peers are locked out of a receive slot. `fenced`: nobody can be writing into it any more."""
+
+    key: Key
+    lease: LeaseId
+    fenced: bool
+
+
+class Tick(Struct, frozen=True):
+    """Time has passed."""
+
+
+Event = (
+    Submit | Allocate | Push | Ready | Release | Evict | Cancel
+    | Loaded | LoadFailed | Computed | ComputeFailed | PushEnded | WindowClosed | Tick
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- actions
+
+
+class Send(Struct, frozen=True):
+    """Tell the router."""
+
+    message: RoleToRouter
+
+
+class OpenWindow(Struct, frozen=True):
+    """Let peers write into a receive slot."""
+
+    slot: SlotAddress
+
+
+class CloseWindow(Struct, frozen=True):
+    """Lock peers out, and report `WindowClosed`. `settled`: the router knows that nobody writes."""
+
+    key: Key
+    slot: SlotAddress
+    settled: bool
+
+
+class StartLoad(Struct, frozen=True):
+    """Prefetch thread: load the slot."""
+
+    ready: Ready
+    slot: SlotAddress
+
+
+class StartCompute(Struct, frozen=True):
+    """Compute thread: run, and write the output to `output`."""
+
+    key: Key
+    parameters: ImageParameters
+    ready: Ready | None
+    output: tuple[int, int] | None
+    """Offset and size of the reserved send lease."""
+
+
+class CancelCompute(Struct, frozen=True):
+    """Compute thread: stop at the next step."""
+
+    key: Key
+
+
+class StartPush(Struct, frozen=True):
+    """Push thread: write the bytes at offset .. offset + nbytes of the send region."""
+
+    push: Push
+    offset: int
+    nbytes: int
+
+
+class Forget(Struct, frozen=True):
+    """Drop the tensors that were loaded for a request."""
+
+    key: Key
+
+
+Action = Send | OpenWindow | CloseWindow | StartLoad | StartCompute | CancelCompute | StartPush | Forget

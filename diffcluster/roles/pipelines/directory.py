@@ -1,0 +1,102 @@
+"""A model's directory on disk: found, checked and read component by component, so that an error names its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from diffcluster.errors import ModelError
+
+__all__ = ["DEMO", "ModelDirectory", "find_model"]
+
+DEMO: Final = "demo"
+"""Name of the embedded model."""
+
+_LIBRARIES: Final = ("diffusers", "transformers")
+_log = logging.getLogger(__name__)
+
+
+def find_model(name: str) -> Path:
+    """The directory of `name`: the embedded model, or a path.
+
+    Raises:
+        ModelError: there is no such directory.
+    """
+    path = Path(str(files("diffcluster") / "models" / DEMO)) if name == DEMO else Path(name).expanduser()
+    if not path.is_dir():
+        raise ModelError("", f"{name!r} is no directory; give one that holds a model_index.json, or {DEMO!r}")
+    return path
+
+
+class ModelDirectory:
+    """A diffusers pipeline on disk. `id` is its name in the API, `revision` a digest of its configs."""
+
+    def __init__(self, path: Path, model_id: str = "") -> None:
+        self.path = path
+        self.id = model_id or path.resolve().name
+        self._index = self._json("model_index.json", "model_index.json")
+        self.pipeline = str(self._index.get("_class_name", "a pipeline without a class name"))
+        self.revision = self._digest()
+
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """Library and class of each component that the pipeline has."""
+        return {
+            name: (value[0], value[1])
+            for name, value in self._index.items()
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+        }
+
+    def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
+        """A component's configuration, without loading the component."""
+        return self._json(f"{component}/{file}", component)
+
+    def load(self, component: str, dtype: torch.dtype) -> Any:
+        """The component itself, its weights in `dtype`, from safetensors only.
+
+        Raises:
+            ModelError: it is missing, half there, or of a class that is not to be had.
+        """
+        library, name = self.parts().get(component, ("", ""))
+        if library not in _LIBRARIES:
+            raise ModelError(component, f"model_index.json names no class of {' or '.join(_LIBRARIES)} for it")
+        folder = self.path / component
+        if not folder.is_dir():
+            raise ModelError(component, f"the folder {folder} is missing")
+        cls = getattr(import_module(library), name, None)
+        if cls is None:
+            raise ModelError(component, f"the installed {library} has no class {name}")
+        _log.info("loading %s (%s)", component, name)
+        options: dict[str, Any] = {"local_files_only": True}
+        if issubclass(cls, torch.nn.Module):
+            # Only with an explicit dtype do both libraries load in the same one.
+            options |= {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
+        try:
+            loaded = cls.from_pretrained(str(folder), **options)
+        except Exception as error:  # the libraries raise whatever their parsers do
+            raise ModelError(component, f"cannot be loaded from {folder}: {type(error).__name__}: {error}") from error
+        return loaded.eval() if isinstance(loaded, torch.nn.Module) else loaded
+
+    def _json(self, file: str, component: str) -> dict[str, Any]:
+        path = self.path / file
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelError(component, f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ModelError(component, f"{path} is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ModelError(component, f"{path} holds no JSON object")
+        return content
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(self.path.rglob("*.json")):
+            digest.update(str(path.relative_to(self.path)).encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()[:12]

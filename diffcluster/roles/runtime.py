@@ -1,0 +1,182 @@
+"""A role process: loads its part of the model, starts its threads, computes until it is told to leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import uuid
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from diffcluster.errors import ConfigError
+from diffcluster.ids import Incarnation, InstanceName, Role
+from diffcluster.messages import PROTOCOL_VERSION, EngineKind, Register
+from diffcluster.roles.compute import ComputeLoop
+from diffcluster.roles.control import Control, Leave, new_token
+from diffcluster.roles.decoder import DecoderStage
+from diffcluster.roles.denoiser import DenoiserStage
+from diffcluster.roles.device import Device, compute_threads, open_device
+from diffcluster.roles.encoder import EncoderStage
+from diffcluster.roles.machine import RoleMachine
+from diffcluster.roles.monolithic import MonolithicStage
+from diffcluster.roles.pipelines import load_adapter
+from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
+from diffcluster.transport.arena import Arena
+from diffcluster.transport.engines import open_receiver
+from diffcluster.transport.engines.base import EngineOptions, Receiver
+from diffcluster.transport.host import host_id
+from diffcluster.transport.packing import unpack
+from diffcluster.transport.prefetch import Prefetcher
+from diffcluster.transport.push import Pusher
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from collections.abc import Callable
+
+    from diffcluster.config import RoleConfig
+    from diffcluster.roles.pipelines.base import Adapter
+    from diffcluster.roles.stage import Stage
+    from diffcluster.tensors import Manifest
+
+__all__ = ["run"]
+
+_log = logging.getLogger(__name__)
+_STAGES: Final[dict[Role, Callable[[Adapter], Stage]]] = {
+    "encoder": EncoderStage,
+    "denoiser": DenoiserStage,
+    "decoder": DecoderStage,
+    "monolithic": MonolithicStage,
+}
+_RECEIVES: Final[frozenset[Role]] = frozenset({"denoiser", "decoder"})
+_SENDS: Final[frozenset[Role]] = frozenset({"encoder", "denoiser"})
+_ENGINES: Final[dict[str, tuple[EngineKind, ...]]] = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
+
+
+def run(role: Role, config: RoleConfig) -> int:
+    """Serve as `role` until asked to leave; the exit status.
+
+    Raises:
+        ConfigError, ModelError, AddressInUseError: it could not start.
+    """
+    torch.set_num_threads(compute_threads(config.threads))
+    device = open_device(config.device)
+    dtype = _dtype(config.dtype, device)
+    directory = ModelDirectory(find_model(config.model), config.model_id)
+    _log.info("%s of %s on %s in %s", role, directory.path, device.torch_device, str(dtype).removeprefix("torch."))
+    stage: Stage = _STAGES[role](load_adapter(directory, role, device.torch_device, dtype))
+    receive = Arena(config.receive_bytes, shared=True) if role in _RECEIVES else None
+    send = Arena(config.send_bytes, shared=False) if role in _SENDS else None
+    arenas = [arena for arena in (receive, send) if arena is not None]
+    receivers: list[Receiver] = []
+    try:
+        for arena in arenas:
+            device.pin(arena.array)
+        receivers += _open_receivers(config, receive)
+        register = _register(role, config, stage, device, dtype, receivers, receive)
+        return _serve(config, register, stage, device, receive, send, receivers)
+    finally:
+        for receiver in receivers:
+            receiver.stop()
+        for arena in arenas:
+            device.unpin(arena.array)
+            arena.close()
+
+
+def _serve(
+    config: RoleConfig,
+    register: Register,
+    stage: Stage,
+    device: Device,
+    receive: Arena | None,
+    send: Arena | None,
+    receivers: list[Receiver],
+) -> int:
+    control = Control(config, register, receive, send)
+    compute = ComputeLoop(stage, device, control.inbox.post)
+    prefetcher = Prefetcher(_SlotLoader(config.device), control.inbox.post)
+    pusher = Pusher(register.host, config.transfer_timeout_s, control.inbox.post)
+    machine = RoleMachine(
+        receive.nbytes if receive else 0, send.nbytes if send else 0, config.quarantine_s, stage.output_bytes, new_token
+    )
+    control.attach(machine, compute, prefetcher, pusher, receivers)
+    thread = threading.Thread(target=control.run, name="control")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: control.inbox.post(Leave()))
+    prefetcher.start()
+    pusher.start()
+    thread.start()
+    try:
+        compute.run()
+    finally:
+        thread.join()
+        prefetcher.stop()
+        pusher.stop()
+        compute.close()
+        control.inbox.close()
+    if control.failure is not None:
+        _log.error("%s", control.failure)
+        return 1
+    _log.info("%s has left", register.name)
+    return 0
+
+
+def _dtype(name: str, device: Device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.torch_device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _open_receivers(config: RoleConfig, receive: Arena | None) -> list[Receiver]:
+    if receive is None:
+        return []
+    if config.transfer_host in ("0.0.0.0", "::") and not config.advertise_host:  # noqa: S104 - refused, not bound
+        raise ConfigError("role.advertise_host", f"must be set when role.transfer_host is {config.transfer_host}")
+    options = EngineOptions(config.transfer_host, config.advertise_host, config.transfer_timeout_s)
+    return [open_receiver(kind, receive, options) for kind in _ENGINES[config.engine]]
+
+
+def _register(
+    role: Role,
+    config: RoleConfig,
+    stage: Stage,
+    device: Device,
+    dtype: torch.dtype,
+    receivers: list[Receiver],
+    receive: Arena | None,
+) -> Register:
+    return Register(
+        version=PROTOCOL_VERSION,
+        role=role,
+        name=InstanceName(config.name or f"{role}-{socket.gethostname().split('.')[0]}-{os.getpid()}"),
+        incarnation=Incarnation(uuid.uuid4().hex),
+        host=host_id(),
+        model=stage.facts,
+        components=stage.components,
+        device=str(device.torch_device),
+        dtype=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        pid=os.getpid(),
+        sessions=tuple(receiver.session() for receiver in receivers),
+        slot_bytes=receive.nbytes if receive else 0,
+        max_outstanding=config.max_outstanding,
+    )
+
+
+class _SlotLoader:
+    """Copies a slot to the device on a stream of the prefetch thread's own."""
+
+    def __init__(self, device_name: str) -> None:
+        self._device = open_device(device_name)
+
+    def __call__(self, manifest: Manifest, source: npt.NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+        with torch.inference_mode(), self._device.copying():
+            tensors = unpack(manifest, source, self._device.torch_device)
+            self._device.finish()
+        return tensors

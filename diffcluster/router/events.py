@@ -1,0 +1,51 @@
+"""What can happen to the router's machine. Time is seconds of one monotonic clock, and comes from outside."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from diffcluster.ids import Incarnation, RequestId
+from diffcluster.messages import ImageParameters, RoleToRouter
+
+__all__ = ["Event", "GivenUp", "Gone", "Heard", "Submitted", "Tick"]
+
+
+class Submitted(Struct, frozen=True):
+    """A client asks for a picture. `deadline` is a time, not a duration."""
+
+    request_id: RequestId
+    parameters: ImageParameters
+    deadline: float
+    now: float
+
+
+class Heard(Struct, frozen=True):
+    """A role said something. A `Done` is heard only when all its files have arrived."""
+
+    sender: Incarnation
+    message: RoleToRouter
+    now: float
+
+
+class Gone(Struct, frozen=True):
+    """An instance cannot be reached any more."""
+
+    instance: Incarnation
+    now: float
+
+
+class GivenUp(Struct, frozen=True):
+    """A request was given up: its client left, or a picture of the same request failed."""
+
+    request_id: RequestId
+    reason: str
+    now: float
+
+
+class Tick(Struct, frozen=True):
+    """Time has passed."""
+
+    now: float
+
+
+Event = Submitted | Heard | Gone | GivenUp | Tick

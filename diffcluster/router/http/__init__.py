@@ -1,0 +1,1 @@
+"""The router's HTTP API: OpenAI's, with our parameters beside theirs."""

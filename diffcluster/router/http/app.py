@@ -1,0 +1,73 @@
+"""The ASGI application over a running `DiffusionServer`."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import TYPE_CHECKING, Any, Final
+
+from litestar import Litestar, Request
+from litestar.datastructures import MutableScopeHeaders, State
+from litestar.exceptions import HTTPException
+from litestar.openapi import OpenAPIConfig
+
+from diffcluster import __version__
+from diffcluster.errors import RequestError
+from diffcluster.router.http import cluster, errors, images
+from diffcluster.router.http.schemas import ImageRequest, ImageResponse
+
+if TYPE_CHECKING:
+    from litestar.types import Message, Scope
+
+    from diffcluster.config import RouterConfig
+    from diffcluster.router.server import DiffusionServer
+
+__all__ = ["make_app"]
+
+_HANDLERS: Final = (
+    images.generations,
+    cluster.models,
+    cluster.model,
+    cluster.health,
+    cluster.ready,
+    cluster.metrics,
+    cluster.cluster,
+    cluster.request_status,
+)
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
+
+
+def make_app(server: DiffusionServer, config: RouterConfig) -> Litestar:
+    """Routes, errors and the OpenAPI document (at /schema, for people at /schema/swagger)."""
+    return Litestar(
+        _HANDLERS,
+        state=State({"server": server, "config": config, "watched": {}}),
+        before_request=_name_request,
+        before_send=[_say_request_id],
+        exception_handlers={
+            RequestError: errors.on_request_error,
+            HTTPException: errors.on_http_exception,
+            Exception: errors.on_unexpected,
+        },
+        request_max_body_size=config.max_body_bytes,
+        openapi_config=OpenAPIConfig(
+            title="diffcluster",
+            version=__version__,
+            description="Pictures from a cluster of encoders, denoisers and decoders. OpenAI's Images API.",
+            use_handler_docstrings=True,
+        ),
+        signature_types=[ImageRequest, ImageResponse],
+        logging_config=None,
+    )
+
+
+async def _name_request(request: Request[Any, Any, Any]) -> None:
+    """Take the client's request id if it is fit for a header; else make one."""
+    given = request.headers.get("x-request-id", "")
+    request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+async def _say_request_id(message: Message, scope: Scope) -> None:
+    if message["type"] == "http.response.start":
+        request_id = scope.get("state", {}).get("request_id") or uuid.uuid4().hex
+        MutableScopeHeaders.from_message(message)["x-request-id"] = request_id

@@ -1,0 +1,153 @@
+"""POST /v1/images/generations."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from litestar import Request, Response, post
+from litestar.exceptions import HTTPException
+from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody
+from litestar.response import ServerSentEvent, ServerSentEventMessage
+
+from diffcluster.errors import NoInstanceError, RequestError
+from diffcluster.ids import RequestId
+from diffcluster.messages import ImageParameters
+from diffcluster.router.actions import StageRecord
+from diffcluster.router.http.schemas import Image, ImageRequest, ImageResponse
+from diffcluster.router.http.validate import choose_model, deadline, image_parameters, parse
+from diffcluster.router.http.watch import until_disconnected
+from diffcluster.router.server import DiffusionServer, Result
+
+__all__ = ["generations"]
+
+_SEED_BITS: Final = 2**32
+
+
+@dataclass
+class _Described(Operation):
+    """The operation as it stands in the OpenAPI document: its body is read by us, so it must be told."""
+
+    def __post_init__(self) -> None:
+        content = OpenAPIMediaType(schema=Reference(ref="#/components/schemas/ImageRequest"))
+        self.request_body = RequestBody(content={"application/json": content}, required=True)
+
+
+@post("/v1/images/generations", status_code=200, operation_class=_Described, tags=["images"])
+async def generations(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Make pictures from a prompt."""
+    app = request.app.state
+    body = parse(await _json_body(request), ImageRequest)
+    server: DiffusionServer = app.server
+    snapshot = await asyncio.wrap_future(server.snapshot())
+    if not snapshot.models:
+        raise NoInstanceError("no role has registered yet")
+    facts = choose_model(body.model, snapshot.models)
+    parameters = image_parameters(body, facts, app.config, lambda n: secrets.randbelow(_SEED_BITS - n))
+    batch = _Batch(server, parameters, deadline(body.deadline_s, app.config), app.watched, request.state.request_id)
+    as_url = body.response_format == "url"
+    if body.stream:
+        return ServerSentEvent(_events(batch, as_url))
+    results = await until_disconnected(request, batch.results(), batch.cancel)
+    return Response(_response(batch, results, as_url), media_type="application/json")
+
+
+async def _json_body(request: Request[Any, Any, Any]) -> bytes:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise HTTPException(status_code=415)
+    return await request.body()
+
+
+@dataclass
+class _Batch:
+    """The pictures of one HTTP request. If one fails, the others are given up, and the client gets that error."""
+
+    server: DiffusionServer
+    parameters: list[ImageParameters]
+    deadline_s: float
+    watched: dict[str, list[RequestId]]
+    client_id: str
+    ids: list[RequestId] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    async def results(self) -> list[Result]:
+        """All of them, in order."""
+        futures = []
+        try:
+            for parameters in self.parameters:
+                request_id, future = self.server.submit(parameters, self.deadline_s)
+                self.ids.append(request_id)
+                futures.append(asyncio.wrap_future(future))
+            self.watched[self.client_id] = self.ids
+            return list(await asyncio.gather(*futures))
+        except BaseException:
+            self.cancel("another picture of the same request failed")
+            await asyncio.gather(*futures, return_exceptions=True)
+            raise
+        finally:
+            self.watched.pop(self.client_id, None)
+
+    def cancel(self, reason: str) -> None:
+        """Give up all that have not ended."""
+        for request_id in self.ids:
+            self.server.cancel(request_id, reason)
+
+
+def _response(batch: _Batch, results: list[Result], as_url: bool) -> ImageResponse:
+    first = batch.parameters[0]
+    return ImageResponse(
+        created=int(time.time()),
+        data=[_image(result, parameters, as_url) for result, parameters in zip(results, batch.parameters, strict=True)],
+        model=first.model,
+        size=f"{first.width}x{first.height}",
+        output_format=first.output_format,
+        seed=first.seed,
+        timings={"total_s": time.monotonic() - batch.started},
+    )
+
+
+def _image(result: Result, parameters: ImageParameters, as_url: bool) -> Image:
+    media_type, content = result.files[0]
+    text = base64.b64encode(content).decode("ascii")
+    timings = {"total_s": result.total_s, **{stage.role: _timing(stage) for stage in result.stages}}
+    if as_url:
+        return Image(url=f"data:{media_type};base64,{text}", seed=parameters.seed, timings=timings)
+    return Image(b64_json=text, seed=parameters.seed, timings=timings)
+
+
+def _timing(stage: StageRecord) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(stage)
+    del values["role"]
+    return values
+
+
+async def _events(batch: _Batch, as_url: bool) -> AsyncIterator[ServerSentEventMessage]:
+    """OpenAI's streaming form. After the headers an error can only be an event."""
+    try:
+        results = await batch.results()
+    except RequestError as error:
+        body = {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+        yield ServerSentEventMessage(event="error", data=msgspec.json.encode(body).decode())
+        return
+    response = _response(batch, results, as_url)
+    for image in response.data:
+        data: dict[str, Any] = {
+            "type": "image_generation.completed",
+            "created_at": response.created,
+            "size": response.size,
+            "quality": "auto",
+            "background": "opaque",
+            "output_format": response.output_format,
+            "usage": {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0,
+                      "input_tokens_details": {"image_tokens": 0, "text_tokens": 0}},
+        }  # fmt: skip
+        data |= msgspec.to_builtins(image)
+        yield ServerSentEventMessage(event="image_generation.completed", data=msgspec.json.encode(data).decode())
+    yield ServerSentEventMessage(data="[DONE]")

@@ -1,0 +1,400 @@
+"""The life of every request, and the membership of every instance: the router's decisions, as a pure state machine.
+
+`step(event)` changes the state and returns what to do. A request goes along its route like this, stage by stage:
+
+    queued -Submit-> running -Staged-> waiting -Allocate-> allocating -Allocated/Push-> pushing -Pushed/Ready-> running
+                        |                 ^---- AllocationRefused ---'                     |
+                        |                 ^---------------- PushFailed --------------------'
+                        '-Done-> finished
+
+The input of a stage stays staged upstream until that stage has finished. Whatever a role says is looked up in
+`HANDLERS` by the request's phase; what is not there, or is of another attempt, or comes from another instance than
+the phase waits for, is stale: it changes no request, but what it reports as held is released.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from diffcluster.errors import FailureCode
+from diffcluster.ids import Incarnation, RequestId, Role
+from diffcluster.messages import (
+    Allocate, Allocated, AllocationRefused, Cancel, Cancelled, Done, Drain, Evict, Evicted, Failed, Progress, Push, Pushed,
+    PushFailed, Ready, Register, Release, RoleHeartbeat, RouterHeartbeat, RouterToRole, Staged, StageTimings, Submit,
+)  # fmt: skip
+from diffcluster.router import events
+from diffcluster.router.actions import Action, Count, Discard, Fail, Finish, Note, Send, StageRecord
+from diffcluster.router.membership import Membership
+from diffcluster.router.policy import least_loaded
+from diffcluster.router.state import ROUTES, Cluster, Key, Limits, Phase, Request
+
+__all__ = ["HANDLERS", "RouterMachine"]
+
+_MAX_PUSH_FAILURES: Final = 3
+_FIRST: Final[Role] = "encoder"
+"""The queue of requests that have no route yet."""
+
+_Answer = Staged | Allocated | AllocationRefused | Pushed | PushFailed | Progress | Done | Failed | Cancelled | Evicted
+
+
+class RouterMachine(Membership):
+    """The state, and the one way to change it."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits, Cluster())
+
+    def step(self, event: events.Event) -> list[Action]:
+        """Take `event`. Total: nothing that a peer says raises."""
+        self.now, self.actions = event.now, []
+        match event:
+            case events.Submitted():
+                self._submitted(event)
+            case events.Heard():
+                self._heard(event.sender, event.message)
+            case events.Gone():
+                self.lose(event.instance, "cannot be reached")
+            case events.GivenUp():
+                self._fail(event.request_id, "cancelled", event.reason)
+            case events.Tick():
+                self._expire()
+                self.lose_silent()
+        self._dispatch()
+        self.release_drained()
+        return self.actions
+
+    # ------------------------------------------------------------ events
+
+    def _submitted(self, event: events.Submitted) -> None:
+        request = Request(event.request_id, event.parameters, event.now, event.deadline)
+        self.cluster.requests[request.id] = request
+        self._enqueue(_FIRST, request)
+        heapq.heappush(self.cluster.deadlines, (event.deadline, request.id))
+
+    def _expire(self) -> None:
+        while self.cluster.deadlines and self.cluster.deadlines[0][0] <= self.now:
+            _, request_id = heapq.heappop(self.cluster.deadlines)
+            request = self.cluster.requests.get(request_id)
+            if request is not None:
+                where = f"{request.phase}, stage {request.stage + 1}"
+                self._fail(request_id, "deadline_exceeded", f"not finished in its time; it was {where}")
+
+    def _heard(self, sender: Incarnation, message: Any) -> None:
+        if isinstance(message, Register):
+            self.register(sender, message)
+        elif sender not in self.cluster.instances:
+            self.refuse_stranger(sender)
+        else:
+            self.seen(sender)
+            if isinstance(message, RoleHeartbeat):
+                self.change(sender, heartbeat=message, full=False)
+                self.send(sender, RouterHeartbeat())
+            elif isinstance(message, Drain):
+                self.change(sender, draining=True)
+            else:
+                self._answered(sender, message)
+
+    def _answered(self, sender: Incarnation, message: _Answer) -> None:
+        """Book what the message says of the instance; then what it means for the request, if it still means anything."""
+        key = (message.request_id, message.attempt)
+        if isinstance(message, (Staged, Done, Failed, Cancelled, AllocationRefused, Evicted)):
+            self.change(sender, busy=self.cluster.instances[sender].busy - {key}, full=isinstance(message, AllocationRefused))
+        request = self.cluster.requests.get(message.request_id)
+        handler = HANDLERS.get((type(message), request.phase)) if request and request.key == key else None
+        if request is not None and handler is not None and handler(self, sender, request, message):
+            return
+        self._stale(sender, key, message)
+
+    def _stale(self, sender: Incarnation, key: Key, message: _Answer) -> None:
+        """Give back what a message of the past reports as held."""
+        request_id, attempt = key
+        match message:
+            case Staged():
+                self.send(sender, Release(request_id=request_id, attempt=attempt))
+            case Allocated():
+                lease = message.slot.lease
+                self.send(sender, Evict(request_id=request_id, attempt=attempt, lease=lease, settled=True))
+            case Done():
+                self.do(Discard(request_id, sender, attempt))
+            case Pushed() | PushFailed():
+                slot = (message.receiver, message.lease)
+                if slot in self.cluster.closing and (isinstance(message, Pushed) or message.settled):
+                    evict = Evict(request_id=request_id, attempt=attempt, lease=message.lease, settled=True)
+                    self.send(message.receiver, evict)
+                self.cluster.closing.discard(slot)
+            case Cancelled() | Evicted() | Progress():
+                return  # expected after a request has ended
+        self.do(Count("stale", type(message).__name__))
+
+    # ------------------------------------------------------------ answers of roles. False: it was not for this sender
+
+    def _staged(self, sender: Incarnation, request: Request, message: Staged) -> bool:
+        if sender != request.holder or request.stage + 1 >= len(request.route):
+            return False
+        self._stage_over(request)
+        self.change(sender, retained=self.cluster.instances[sender].retained | {request.key})
+        request = replace(
+            request, phase="waiting", staged=message, upstream=None, stages=self._timed(request, message.timings)
+        )
+        self._update(request)
+        self._enqueue(request.route[request.stage + 1], request)
+        return True
+
+    def _allocated(self, sender: Incarnation, request: Request, message: Allocated) -> bool:
+        if sender != request.receiver or request.holder is None:
+            return False
+        register = self.cluster.instances[sender].register
+        self._update(replace(request, phase="pushing", slot=message.slot))
+        self.send(
+            request.holder,
+            Push(
+                request_id=request.id,
+                attempt=request.attempt,
+                receiver=register.name,
+                incarnation=sender,
+                host=register.host,
+                sessions=register.sessions,
+                slot=message.slot,
+            ),
+        )
+        return True
+
+    def _allocation_refused(self, sender: Incarnation, request: Request, message: AllocationRefused) -> bool:
+        if sender != request.receiver:
+            return False
+        self.do(Count("allocation_refused"))
+        if message.permanent:
+            self._fail(request.id, "out_of_memory", f"no receiver can take its tensors: {message.reason}")
+        else:
+            self._wait_again(request)
+        return True
+
+    def _pushed(self, sender: Incarnation, request: Request, message: Pushed) -> bool:
+        if not self._is_of_this_push(sender, request, message):
+            return False
+        assert request.receiver is not None
+        assert request.slot is not None
+        assert request.staged is not None
+        receiver = self.cluster.instances[request.receiver]
+        record = StageRecord(
+            receiver.role, receiver.name, 0.0, 0.0, 0.0, message.engine, message.seconds, message.nbytes
+        )
+        ready = Ready(
+            request_id=request.id,
+            attempt=request.attempt,
+            lease=request.slot.lease,
+            manifest=request.staged.manifest,
+            scalars=request.staged.scalars,
+            parameters=request.parameters,
+        )
+        self.send(request.receiver, ready)
+        self._update(
+            replace(
+                request,
+                phase="running",
+                stage=request.stage + 1,
+                upstream=request.holder,
+                holder=request.receiver,
+                receiver=None,
+                slot=None,
+                stages=(*request.stages, record),
+            )
+        )
+        return True
+
+    def _push_failed(self, sender: Incarnation, request: Request, message: PushFailed) -> bool:
+        if not self._is_of_this_push(sender, request, message):
+            return False
+        assert request.receiver is not None
+        self.do(Count("push_failed"))
+        self.do(Note(f"a push of {request.id} to {self.cluster.instances[request.receiver].name} failed: {message.reason}", True))
+        evict = Evict(request_id=request.id, attempt=request.attempt, lease=message.lease, settled=message.settled)
+        self.send(request.receiver, evict)
+        request = replace(request, push_failures=request.push_failures + 1)
+        if request.push_failures >= _MAX_PUSH_FAILURES:
+            self._update(replace(request, phase="waiting", receiver=None, slot=None))
+            self._fail(request.id, "worker_error", f"its tensors could not be handed over: {message.reason}")
+        else:
+            self._wait_again(request)
+        return True
+
+    @staticmethod
+    def _is_of_this_push(sender: Incarnation, request: Request, message: Pushed | PushFailed) -> bool:
+        """A push to an earlier receiver, or by an earlier holder, must not be taken for this one."""
+        if request.slot is None or sender != request.holder:
+            return False
+        return (message.receiver, message.lease) == (request.receiver, request.slot.lease)
+
+    def _progress(self, sender: Incarnation, request: Request, message: Progress) -> bool:
+        if sender == request.holder:
+            self._update(replace(request, step=message.step))
+        return True
+
+    def _done(self, sender: Incarnation, request: Request, message: Done) -> bool:
+        if sender != request.holder or request.stage + 1 != len(request.route):
+            return False
+        self._stage_over(request)
+        del self.cluster.requests[request.id]
+        self.do(Finish(request.id, sender, request.attempt, self._timed(request, message.timings)))
+        return True
+
+    def _failed(self, sender: Incarnation, request: Request, message: Failed) -> bool:
+        if sender != request.holder:
+            return False
+        name = self.cluster.instances[sender].name
+        self._stage_over(request)
+        self._update(replace(request, upstream=None, holder=None))
+        self._fail(request.id, message.code, f"{message.reason} ({name})" if message.code == "worker_error" else message.reason)
+        return True
+
+    def _stage_over(self, request: Request) -> None:
+        """The input of the stage that has just ended is not needed any more."""
+        if request.upstream is not None:
+            self._release(request.upstream, request.key)
+
+    @staticmethod
+    def _timed(request: Request, timings: StageTimings) -> tuple[StageRecord, ...]:
+        *before, last = request.stages
+        done = replace(
+            last, queued_s=timings.queued_s, loaded_s=timings.loaded_s, computed_s=timings.computed_s
+        )
+        return (*before, done)
+
+    # ------------------------------------------------------------ dispatch
+
+    def _dispatch(self) -> None:
+        """Give what waits to whoever has room."""
+        for role in ROUTES[0]:
+            queue = self.cluster.queues.setdefault(role, {})
+            given, full = [], set()
+            for request_id in queue:
+                request = self.cluster.requests[request_id]
+                chosen = None if request.parameters.model in full else self._choose(role, request)
+                if chosen is not None:
+                    given.append(request_id)
+                    self._give(chosen, request)
+                    continue
+                full.add(request.parameters.model)
+                if len(full) == len(self.cluster.models):
+                    break  # nobody further back can have more luck
+            for request_id in given:
+                del queue[request_id]
+
+    def _choose(self, role: Role, request: Request) -> Incarnation | None:
+        """An instance of `role`; for a request without a route, one of the first pool of any route that is complete."""
+        model = request.parameters.model
+        if request.route:
+            return least_loaded(self.pool(role, model))
+        complete = [route for route in ROUTES if all(self.pool(pool, model) for pool in route)]
+        return least_loaded([instance for route in complete for instance in self.pool(route[0], model)])
+
+    def _give(self, chosen: Incarnation, request: Request) -> None:
+        instance = self.cluster.instances[chosen]
+        self.change(chosen, busy=instance.busy | {request.key}, given=instance.given + 1)
+        if request.phase == "queued":
+            route = next(route for route in ROUTES if route[0] == instance.role)
+            record = StageRecord(instance.role, instance.name, 0.0, 0.0, 0.0)
+            self._update(replace(request, phase="running", route=route, holder=chosen, stages=(record,)))
+            self.send(chosen, Submit(request_id=request.id, attempt=request.attempt, parameters=request.parameters))
+        else:
+            assert request.staged is not None, "what waits for a receiver is staged"
+            self._update(replace(request, phase="allocating", receiver=chosen))
+            nbytes = request.staged.manifest.nbytes
+            self.send(chosen, Allocate(request_id=request.id, attempt=request.attempt, nbytes=nbytes))
+
+    # ------------------------------------------------------------ ends and new attempts
+
+    def instance_lost(self, lost: Incarnation) -> None:
+        """Deal with the requests that a lost instance had a part in. Called after it left the cluster."""
+        self.cluster.closing = {slot for slot in self.cluster.closing if slot[0] != lost}
+        for request in list(self.cluster.requests.values()):
+            if request.receiver == lost:
+                self._wait_again(request)
+            elif request.holder == lost:
+                self._restart(request)
+            elif request.upstream == lost:
+                self._update(replace(request, upstream=None))  # its work is done
+
+    def _restart(self, request: Request) -> None:
+        """Begin again with another attempt, unless the request seems to be what kills instances."""
+        losses = request.losses + 1
+        if losses >= self.limits.max_losses:
+            self._update(replace(request, losses=losses))
+            self._fail(request.id, "worker_error", f"{losses} instances died while they worked on it; it is not tried again")
+            return
+        self._let_go(request)
+        again = Request(
+            request.id, request.parameters, request.submitted_at, request.deadline, attempt=request.attempt + 1, losses=losses
+        )
+        self._update(again)
+        self._enqueue(_FIRST, again)
+        self.do(Count("restarted"))
+
+    def _wait_again(self, request: Request) -> None:
+        """Look for another receiver."""
+        request = replace(request, phase="waiting", receiver=None, slot=None)
+        self._update(request)
+        self._enqueue(request.route[request.stage + 1], request)
+
+    def _fail(self, request_id: RequestId, code: FailureCode, message: str) -> None:
+        request = self.cluster.requests.get(request_id)
+        if request is not None:
+            self._let_go(request)
+            del self.cluster.requests[request_id]
+            self.do(Fail(request_id, code, message))
+
+    def _let_go(self, request: Request) -> None:
+        """Make everyone give up what they hold for this attempt."""
+        for queue in self.cluster.queues.values():
+            queue.pop(request.id, None)
+        request_id, attempt = request.key
+        if request.upstream is not None:
+            self._release(request.upstream, request.key)
+        if request.phase == "running" and request.holder is not None:
+            self.send(request.holder, Cancel(request_id=request_id, attempt=attempt))
+        elif request.holder is not None:
+            self._release(request.holder, request.key)
+        if request.receiver is None:
+            return
+        if request.phase == "pushing" and request.slot is not None:
+            if request.holder in self.cluster.instances:
+                self.cluster.closing.add((request.receiver, request.slot.lease))
+            self.send(
+                request.receiver,
+                Evict(request_id=request_id, attempt=attempt, lease=request.slot.lease, settled=False),
+            )
+        else:
+            self.send(request.receiver, Cancel(request_id=request_id, attempt=attempt))
+
+    def _release(self, holder: Incarnation, key: Key) -> None:
+        instance = self.cluster.instances.get(holder)
+        if instance is not None:
+            self.change(holder, retained=instance.retained - {key})
+            self.send(holder, Release(request_id=key[0], attempt=key[1]))
+
+    def _enqueue(self, role: Role, request: Request) -> None:
+        self.cluster.queues.setdefault(role, {})[request.id] = None
+
+    def _update(self, request: Request) -> None:
+        self.cluster.requests[request.id] = request
+
+    def send(self, to: Incarnation, message: RouterToRole) -> None:
+        """Tell an instance, unless it has left."""
+        if to in self.cluster.instances:
+            self.do(Send(to, message))
+
+
+HANDLERS: Final[dict[tuple[type, Phase], Callable[[RouterMachine, Incarnation, Request, Any], bool]]] = {
+    (Staged, "running"): RouterMachine._staged,
+    (Allocated, "allocating"): RouterMachine._allocated,
+    (AllocationRefused, "allocating"): RouterMachine._allocation_refused,
+    (Pushed, "pushing"): RouterMachine._pushed,
+    (PushFailed, "pushing"): RouterMachine._push_failed,
+    (Progress, "running"): RouterMachine._progress,
+    (Done, "running"): RouterMachine._done,
+    (Failed, "running"): RouterMachine._failed,
+}
+"""What an answer does, by the phase of its request. All other pairs are stale."""

@@ -1,0 +1,1 @@
+"""Moves messages (control, bulk) and tensors (slots, engines) between processes."""

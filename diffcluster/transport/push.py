@@ -1,0 +1,95 @@
+"""The push thread: writes staged bytes into peers' slots while the compute thread is at its next request."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from diffcluster.errors import TransferError
+from diffcluster.ids import HostId
+from diffcluster.messages import EngineKind, Push
+from diffcluster.transport.engines import open_sender
+from diffcluster.transport.engines.base import Sender, choose
+from diffcluster.transport.mailbox import Mailbox
+
+__all__ = ["PushResult", "Pusher"]
+
+_log = logging.getLogger(__name__)
+
+
+class PushResult(Struct, frozen=True):
+    """How a push ended. `error` is "" when all bytes arrived; else `settled` says whether none can arrive any more."""
+
+    push: Push
+    engine: EngineKind | None
+    nbytes: int
+    seconds: float
+    error: str = ""
+    settled: bool = True
+
+
+class Pusher:
+    """Owns the sending halves of all engines. Reports each push once, to `report`, which must be a mailbox's post."""
+
+    def __init__(self, host: HostId, timeout_s: float, report: Callable[[PushResult], Any]) -> None:
+        self._host, self._timeout_s, self._report = host, timeout_s, report
+        self._inbox: Mailbox[tuple[Push, npt.NDArray[np.uint8]] | None] = Mailbox()
+        self._thread = threading.Thread(target=self._run, name="push")
+        self._senders: dict[EngineKind, Sender] = {}
+        self._told: set[tuple[str, EngineKind]] = set()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def push(self, push: Push, source: npt.NDArray[np.uint8]) -> None:
+        """Write `source` to the peer of `push`. `source` must stay as it is until the result is reported."""
+        if not self._inbox.post((push, source)):
+            self._report(PushResult(push, None, source.nbytes, 0.0, "too many pushes are waiting"))
+
+    def stop(self) -> None:
+        """Finish the push under way, and end the thread."""
+        self._inbox.post(None)
+        self._thread.join()
+        self._inbox.close()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                for item in self._inbox.take():
+                    if item is None:
+                        return
+                    self._report(self._write(*item))
+        finally:
+            for sender in self._senders.values():
+                sender.stop()
+
+    def _write(self, push: Push, source: npt.NDArray[np.uint8]) -> PushResult:
+        started = time.monotonic()
+        kind: EngineKind | None = None
+        error, settled = "", True
+        try:
+            session = choose(self._host, push.host, push.sessions)
+            kind = session.kind
+            self._tell(push, kind)
+            if kind not in self._senders:
+                self._senders[kind] = open_sender(kind)
+            self._senders[kind].write(session, push.slot, source, self._timeout_s)
+        except TransferError as failure:
+            error, settled = str(failure), failure.settled
+        except Exception as failure:  # noqa: BLE001 - a bug in an engine must end this push, not all pushes
+            _log.exception("push of %s failed", push.request_id)
+            error, settled = f"{type(failure).__name__}: {failure}", False
+        return PushResult(push, kind, source.nbytes, time.monotonic() - started, error, settled)
+
+    def _tell(self, push: Push, kind: EngineKind) -> None:
+        if (push.incarnation, kind) not in self._told:
+            self._told.add((push.incarnation, kind))
+            _log.info("transfers to %s go by %s", push.receiver, kind)
