@@ -87,8 +87,8 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     threads: Annotated[
         int,
         _doc(
-            "CPU threads for computing; 0 takes OMP_NUM_THREADS, else all cores this process may use, as plain diffusers does. "
-            "On some processors another number changes the last bits of a picture.",
+            "CPU threads for computing; 0 takes OMP_NUM_THREADS, else all cores this process may use, as plain "
+            "diffusers does. Another number can change the last bits of a picture.",
             ge=0,
         ),
     ] = 0

@@ -45,6 +45,7 @@ def generate(
     model: str,
     device: str,
     dtype: str,
+    threads: int,
     engine: str,
     **fields: Any,
 ) -> None:
@@ -62,8 +63,9 @@ def generate(
             image = _picture(url, prompt, given, bar)
         else:
             roles: dict[Role, int] = {"encoder": 1, "denoiser": 1, "decoder": 1}
+            settings = {"model": model, "device": device, "dtype": dtype, "threads": threads, "engine": engine}
             level = ["--log-level", "info" if verbose else "warning"]
-            own_plan = plan(roles, model, device, dtype, engine, [*level, "--port", "0", "--control-port", "0"], level)
+            own_plan = plan(roles, settings, [*level, "--port", "0", "--control-port", "0"], level)
             with _own_cluster(LocalCluster(own_plan), bar) as own:
                 image = _picture(own, prompt, given, bar)
     out.write_bytes(image.content)

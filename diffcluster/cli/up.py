@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import click
@@ -20,6 +20,7 @@ def cluster_options(function: Any) -> Any:
         click.option("--model", default="demo", show_default=True, help="Pipeline directory, or `demo`."),
         click.option("--device", default="auto", show_default=True, help="Torch device of all roles."),
         click.option("--dtype", default="auto", show_default=True, help="Weights of all roles: float32, bfloat16, …"),
+        click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads of each role; 0: all cores."),
         click.option("--engine", default="auto", show_default=True, help="How tensors travel: auto, shm or tcp."),
     ):
         function = option(function)
@@ -28,16 +29,13 @@ def cluster_options(function: Any) -> Any:
 
 def plan(
     roles: dict[Role, int],
-    model: str,
-    device: str,
-    dtype: str,
-    engine: str,
+    settings: Mapping[str, object],
     router: Sequence[str],
     more: Sequence[str] = (),
 ) -> Plan:
     """A plan from the flags of `cluster_options`, of the router, and `more` of the roles."""
-    arguments = ["--model", model, "--device", device, "--dtype", dtype, "--engine", engine, *more]
-    return Plan({role: count for role, count in roles.items() if count}, arguments, router)
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return Plan({role: count for role, count in roles.items() if count}, [*arguments, *more], router)
 
 
 @click.command()
@@ -66,7 +64,7 @@ def up(
     port: int,
     control_port: int,
     max_pixels: int | None,
-    **flags: str,
+    **flags: object,
 ) -> None:
     """Run router and roles on this machine until Ctrl-C, and start again what dies."""
     logs.setup("info", "up")
@@ -80,7 +78,7 @@ def up(
     if max_pixels is not None:
         router += ["--max-pixels", str(max_pixels)]
     try:
-        with interruptible(), LocalCluster(plan(roles, router=router, **flags)) as cluster:
+        with interruptible(), LocalCluster(plan(roles, flags, router)) as cluster:
             cluster.wait_ready()
             click.echo(f"ready: {cluster.url}")
             cluster.supervise()

@@ -10,7 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+import diffusers
 import torch
+import transformers
 
 from diffcluster.errors import ModelError
 
@@ -20,6 +22,10 @@ DEMO: Final = "demo"
 """Name of the embedded model."""
 
 _LIBRARIES: Final = ("diffusers", "transformers")
+# What they say at load is about components that a role leaves out on purpose; errors come as exceptions.
+for _library in (diffusers, transformers):
+    _library.utils.logging.set_verbosity_error()
+    _library.utils.logging.disable_progress_bar()
 _log = logging.getLogger(__name__)
 
 

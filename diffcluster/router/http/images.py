@@ -116,7 +116,8 @@ def _response(batch: _Batch, results: list[Result], as_url: bool) -> ImageRespon
 def _image(result: Result, parameters: ImageParameters, as_url: bool) -> Image:
     media_type, content = result.files[0]
     text = base64.b64encode(content).decode("ascii")
-    timings = {"total_s": result.total_s, **{stage.role: _timing(stage) for stage in result.stages}}
+    timings: dict[str, Any] = {"total_s": result.total_s}
+    timings |= {stage.role: _timing(stage) for stage in result.stages}
     if as_url:
         return Image(url=f"data:{media_type};base64,{text}", seed=parameters.seed, timings=timings)
     return Image(b64_json=text, seed=parameters.seed, timings=timings)
