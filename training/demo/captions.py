@@ -95,9 +95,15 @@ in a dream|on stage|in the desert|on an island|in a studio|on a road|at a party|
 for kids|for my friend|for a poster|for a website|in the style of a comic|in watercolour|in pencil|in pixel art|
 with soft light|with a long shadow|with bright colours|from above|from the side|in the corner|in the distance|
 by a famous artist|trending now|in high resolution|with great detail|as a logo|as a toy|as a gift idea|
-made of clay|made of paper|seen from the front|ready to go|without text|without people|isolated""".replace("\n", "").split("|")
+made of clay|made of paper|seen from the front|ready to go|without text|without people|isolated""".replace(
+    "\n", ""
+).split("|")
 
-_OPENERS = """please|hello|ok|hey|today|now|so|well|quickly|maybe|a|the|some|very|really|quite|our|your|his|her|their""".split("|")
+_OPENERS = (
+    """please|hello|ok|hey|today|now|so|well|quickly|maybe|a|the|some|very|really|quite|our|your|his|her|their""".split(
+        "|"
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,8 +164,19 @@ def _described(rng: random.Random, name: str, view: View) -> str:
 
 
 def _background(rng: random.Random, colour: str) -> str:
-    form = rng.choice(("on a {c} background", "on {c}", "with a {c} background", "against a {c} background", "{c} background",
-                       "on a {c} wall", "with {c} behind it", "in front of a {c} wall", "on a {c} backdrop"))
+    form = rng.choice(
+        (
+            "on a {c} background",
+            "on {c}",
+            "with a {c} background",
+            "against a {c} background",
+            "{c} background",
+            "on a {c} wall",
+            "with {c} behind it",
+            "in front of a {c} wall",
+            "on a {c} backdrop",
+        )
+    )
     return form.replace("a orange", "an orange").format(c=colour)
 
 

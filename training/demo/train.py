@@ -38,7 +38,9 @@ def main() -> None:
     """Parse arguments, then train in `--processes` processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint and of the pipeline")
-    parser.add_argument("--minutes", type=float, default=90, help="wall time for the UNet, minutes (default %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=90, help="wall time for the UNet, minutes (default %(default)s)"
+    )
     parser.add_argument("--decoder-minutes", type=float, default=6, help="the same for the autoencoder's decoder")
     parser.add_argument("--batch", type=int, default=16, help="pictures per process and step")
     parser.add_argument("--processes", type=int, default=2)
