@@ -1,4 +1,7 @@
-"""Runs every benchmark, or those named: `python -m bench [--quick] [--json FILE] [NAME …]`. Says which claims do not hold."""
+"""Runs every benchmark, or those named, and says which claims do not hold.
+
+python -m bench [--quick] [--json FILE] [NAME …]
+"""
 
 from __future__ import annotations
 

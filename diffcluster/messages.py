@@ -252,8 +252,12 @@ class BulkPiece(_Message, frozen=True):
 
 
 class Registered(_Message, frozen=True):
-    """Accepted. A side that hears nothing for three intervals takes the other for lost."""
+    """Accepted. A side that hears nothing for three intervals takes the other for lost.
 
+    `fresh`: the router knows of nothing that this instance holds, so whatever that is, it is to be given up.
+    """
+
+    fresh: bool
     heartbeat_s: Annotated[float, Meta(gt=0)]
     bulk_port: Annotated[int, Meta(ge=1, le=65535)]
 

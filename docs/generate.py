@@ -1,4 +1,4 @@
-"""Writes the parts of docs/ that the code knows: `python -m docs.generate`; with `--check` only says what is out of date."""
+"""Writes the parts of docs/ that the code knows: `python -m docs.generate [--check]`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _first_line(thing: object) -> str:
-    text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
-    return text
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
 
 
 def _configuration() -> str:
     parts = [
         "# Configuration",
-        "Made from `diffcluster/config.py` by `make docs`. A value comes from the first that gives it: the flag, the environment "
-        "variable, the TOML file named by `--config`, the default.",
+        "Made from `diffcluster/config.py` by `make docs`. A value comes from the first that gives it: the flag, the "
+        "environment variable, the TOML file named by `--config`, the default.",
     ]
     for group, section, who in (
         (config.RouterConfig, "router", "`diffcluster router`"),

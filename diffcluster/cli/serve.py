@@ -67,6 +67,7 @@ def _role_command(role: Role) -> click.Command:
         config = load(RoleConfig, "role", flags)
         logs.setup(config.log_level, config.name or role)
         _follow_parent(parent_fd)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the role serves, Ctrl-C just ends it
         # Models come from disk alone; without this a library may still look for updates of them.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from diffcluster.roles.runtime import run

@@ -101,7 +101,8 @@ class Control:
                 self._flush()
                 self._link.wait(next_beat - now)
                 for frames in self._link.control():
-                    self._receive_frames(frames)
+                    if not self._stopped:
+                        self._receive_frames(frames)
                 for item in self.inbox.take_all():
                     self._take(item)
         finally:
@@ -139,13 +140,14 @@ class Control:
                 if not self._registered:
                     _log.info("registered with the router as %s", self._register.name)
                 self._registered = True
+                if message.fresh:
+                    self._give_up()
                 self._heartbeat_s = message.heartbeat_s
                 self._link.connect_bulk(message.bulk_port)
             case Refused(again=True):
                 _log.warning("the router does not know this instance; registering again")
                 self._registered = False
-                self._outbox.clear()
-                self._perform(self._machine.reset(time.monotonic()))
+                self._give_up()
                 self._link.send(self._register)
             case Refused():
                 raise DiffclusterError(f"the router refused this instance: {message.reason}")
@@ -157,6 +159,11 @@ class Control:
                 self._leave()
             case _:
                 self._perform(self._machine.step(message, time.monotonic()))
+
+    def _give_up(self) -> None:
+        """Whatever the router gave us, and whatever we still had to say of it, is void."""
+        self._outbox.clear()
+        self._perform(self._machine.reset(time.monotonic()))
 
     def _leave(self) -> None:
         if self._leave_by is None:

@@ -198,8 +198,11 @@ class RoleMachine:
 
     def _on_load_failed(self, event: LoadFailed) -> None:
         job = self.jobs[event.key]
-        self._free_slot(job)
-        self._fail(job, "worker_error", event.reason)
+        if job.gone:
+            self._drop(job)
+            self._send(Cancelled(request_id=job.key[0], attempt=job.key[1]))
+        else:
+            self._fail(job, "worker_error", event.reason)
 
     def _on_computed(self, event: Computed) -> None:
         job = self.jobs[event.key]
@@ -258,16 +261,23 @@ class RoleMachine:
     # ------------------------------------------------------------ what can start, starts
 
     def _advance(self) -> None:
-        """Start a load and a computation, if there is one to start and room for it."""
-        phases = [job.phase for job in self.jobs.values()]
-        waiting = [job for job in self.jobs.values() if job.phase == "ready"]
+        """Start a computation and a load, if there is one to start and room for it."""
+        # In this order: what begins to compute makes room on the device for what is loaded next.
+        if not any(job.phase == "computing" for job in self.jobs.values()):
+            self._advance_compute()
+        self._advance_load()
+
+    def _advance_compute(self) -> None:
+        for job in [job for job in self.jobs.values() if job.phase == "loaded"]:
+            if self._start_compute(job):
+                return
+
+    def _advance_load(self) -> None:
+        waiting = next((job for job in self.jobs.values() if job.phase == "ready"), None)
+        loading = any(job.phase == "loading" for job in self.jobs.values())
         ahead = sum(job.phase == "loaded" and job.ready is not None for job in self.jobs.values())
-        if waiting and "loading" not in phases and ahead < _LOAD_AHEAD:
-            self._start_load(waiting[0])
-        if "computing" not in phases:
-            for job in [job for job in self.jobs.values() if job.phase == "loaded"]:
-                if self._start_compute(job):
-                    return
+        if waiting is not None and not loading and ahead < _LOAD_AHEAD:
+            self._start_load(waiting)
 
     def _start_load(self, job: Job) -> None:
         assert job.slot is not None
@@ -291,7 +301,7 @@ class RoleMachine:
             if lease is None:
                 return False
             job.output, span = lease.id, (lease.offset, lease.nbytes)
-        job.queued_s = self._now - job.since - job.loaded_s
+        job.queued_s = max(0.0, self._now - job.since - job.loaded_s)  # two threads measured: the sum may be a hair off
         job.phase = "computing"
         self._do(StartCompute(job.key, job.parameters, job.ready, span))
         return True

@@ -48,11 +48,14 @@ class Collector:
         place = (sender, (head.request_id, head.attempt))
         if self._held + len(data) > MAX_BYTES:
             raise WireError(f"more than {MAX_BYTES} bytes of unfinished files")
-        parcel = self._parcels.setdefault(place, _Parcel())
-        if head.file == len(parcel.files) and head.offset == 0:
-            parcel.files.append(bytearray())
-        if head.file != len(parcel.files) - 1 or head.offset != len(parcel.files[-1]):
+        parcel = self._parcels.get(place) or _Parcel()
+        begins = head.file == len(parcel.files) and head.offset == 0
+        continues = head.file == len(parcel.files) - 1 and head.offset == len(parcel.files[-1])
+        if not begins and not continues:
             raise WireError(f"piece {head.offset} of file {head.file} does not continue what has arrived")
+        if begins:
+            parcel.files.append(bytearray())
+        self._parcels[place] = parcel
         parcel.files[-1] += data
         self._held += len(data)
         return parcel.done if parcel.complete() else None

@@ -31,7 +31,8 @@ class Membership:
         if problem:
             self._refuse(sender, problem, again=False)
             return
-        if sender not in self.cluster.instances:
+        fresh = sender not in self.cluster.instances
+        if fresh:
             self._replace(register)
             self.cluster.instances[sender] = Instance(register, self.now, self.now)
             self.cluster.names[register.name] = sender
@@ -39,9 +40,8 @@ class Membership:
             self.do(Count("registered", register.role))
             self.do(Note(f"{register.name} registered as {register.role} of {register.model.id} on {register.device}"))
         self.seen(sender)
-        self.do(
-            Send(sender, Registered(heartbeat_s=self.limits.heartbeat_s, bulk_port=self.limits.bulk_port))
-        )
+        answer = Registered(fresh=fresh, heartbeat_s=self.limits.heartbeat_s, bulk_port=self.limits.bulk_port)
+        self.do(Send(sender, answer))
 
     def _problem(self, sender: Incarnation, register: Register) -> str:
         if register.version != PROTOCOL_VERSION:

@@ -25,9 +25,10 @@ from diffcluster.transport.control import RouterLink
 from diffcluster.transport.mailbox import Mailbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from diffcluster.config import RouterConfig
+    from diffcluster.messages import ModelFacts
 
 __all__ = ["DiffusionServer", "Result"]
 
@@ -80,6 +81,8 @@ class DiffusionServer:
         self._totals = Totals()
         self._unreachable: list[Incarnation] = []
         self._told: Counter[bytes] = Counter()
+        self.models: Mapping[str, ModelFacts] = {}
+        """Replaced, never changed: any thread may read it."""
         self.control_port = 0
         self.bulk_port = 0
 
@@ -146,12 +149,7 @@ class DiffusionServer:
     def _serve(self) -> None:
         next_tick = 0.0
         while True:
-            now = time.monotonic()
-            if now >= next_tick:
-                next_tick = now + _TICK_S
-                self._step(events.Tick(now))
-                self._sweep()
-            self._link.wait(next_tick - now)
+            self._link.wait(next_tick - time.monotonic())
             for frames in self._link.control():
                 self._control(frames)
             for frames in self._link.bulk():
@@ -160,6 +158,12 @@ class DiffusionServer:
                 if isinstance(item, _Stop):
                     return
                 self._take(item)
+            # Last: after a pause of this process, what was said meanwhile is heard before anyone is taken for lost.
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + _TICK_S
+                self._step(events.Tick(now))
+                self._sweep()
 
     def _take(self, item: object) -> None:
         match item:
@@ -242,6 +246,8 @@ class DiffusionServer:
                     self._collector.discard(action.instance, (action.request_id, action.attempt))
                 case actions.Count():
                     self._totals.counts[action.what, action.detail] += 1
+                    if action.what == "registered":
+                        self.models = dict(self._machine.cluster.models)
                 case actions.Note():
                     _log.log(logging.WARNING if action.warning else logging.INFO, "%s", action.text)
 

@@ -30,8 +30,8 @@ class Arena:
             # Reserves the memory now: a host without it says so here, not by SIGBUS in mid-transfer.
             os.posix_fallocate(self.fd, 0, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._map = mmap.mmap(self.fd, nbytes)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        # The array alone keeps the mapping, which holds a descriptor of its own.
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, nbytes), dtype=np.uint8)
         self.array[:: mmap.PAGESIZE] = 0
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,6 @@
-"""A real cluster under load while an adversary kills and freezes its processes: `python -m tests.chaos --seed 1 --faults 20`.
+"""A real cluster under load while an adversary kills and freezes its processes.
+
+    python -m tests.chaos --seed 1 --faults 20
 
 Ends with status 1 if any accepted request was lost or answered twice, any picture was wrong, or anything is still held
 when all is over. What the adversary does is drawn from the seed; when, is when the cluster has recovered from the last.
@@ -69,9 +71,9 @@ def _run(cluster: LocalCluster, rng: random.Random, faults: int) -> tuple[Tally,
         client.start()
     try:
         for _ in range(faults):
-            before = tally.right
+            goal = tally.right + CLIENTS
             done[_fault(cluster, rng)] += 1
-            _until(cluster, lambda: _whole(cluster) and tally.right > before + CLIENTS, "the cluster has not recovered")
+            _until(cluster, lambda goal=goal: _whole(cluster) and tally.right > goal, "the cluster has not recovered")
     finally:
         stop.set()
         for client in clients:
@@ -155,9 +157,8 @@ def _held(cluster: LocalCluster) -> list[str]:
         state = client.get("/v1/cluster")
     held = [f"request {request['id']} is {request['phase']}" for request in state["requests"]]
     for instance in state["instances"]:
-        for what in ("outstanding", "retained", "receive_quarantined"):
-            if instance[what]:
-                held.append(f"{instance['name']}: {what} {instance[what]}")
+        kinds = ("outstanding", "retained", "receive_quarantined")
+        held += [f"{instance['name']}: {what} {instance[what]}" for what in kinds if instance[what]]
         if instance["receive_free"] != instance["slot_bytes"]:
             held.append(f"{instance['name']}: {instance['receive_free']} of {instance['slot_bytes']} bytes are free")
     return held

@@ -3,7 +3,8 @@
 Autoencoder: an `AutoencoderTiny` whose encoder is not learnt. It is a linear map that convolutions express exactly:
 mean of 2x2 pixels, then 4x4 blocks of those, projected onto their principal components. So pictures of
 (3, H, W) become latents of (8, H/8, W/8), one latent pixel per 8x8 pixels, and no training time is spent on it.
-UNet: text enters every ResNet block through the time embedding (`addition_embed_type="text"`), and the middle by attention.
+UNet: text enters every ResNet block through the time embedding (`addition_embed_type="text"`), and the middle by
+attention.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from pathlib import Path
 
-__all__ = ["COLOURS", "HELD_OUT", "TEMPLATES", "Subject", "View", "caption", "corpus", "load_subjects"]
+__all__ = ["COLOURS", "HELD_OUT", "TEMPLATES", "Subject", "View", "caption", "corpus", "load_subjects", "said"]
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
@@ -196,7 +197,7 @@ _IGNORABLE = frozenset(word for template in TEMPLATES for word in template.split
 
 
 def caption(rng: random.Random, subject: Subject, view: View) -> str:
-    """One way of many to say what `view` of `subject` shows. Colour and size are often left out: the seed decides them."""
+    """One way of many to say what `view` of `subject` shows. What is left out, such as the colour, the seed decides."""
     name = rng.choice(subject.names) if rng.random() < 0.5 else subject.names[0]
     phrase = _described(rng, name, view) if rng.random() < 0.45 else name
     text = rng.choice(TEMPLATES if rng.random() < 0.6 else TEMPLATES[:2]).format(x=phrase, bare=bare(phrase))
@@ -213,6 +214,21 @@ def caption(rng: random.Random, subject: Subject, view: View) -> str:
     if rng.random() < 0.12:
         text = f"{rng.choice(_OPENERS)} {text}"
     return _noise(rng, text) if rng.random() < 0.5 else text
+
+
+def said(text: str, view: View) -> tuple[int, int]:
+    """What `text`, a caption of `view`, says of its ground and size.
+
+    The ground is an index into COLOURS, or len(COLOURS); the size 1 for small, 2 for big, else 0.
+    """
+    words = set(text.replace(",", " ").replace(".", " ").split())
+    size = (
+        1 if words & {"small", "tiny", "little"} and view.scale < 0.68 else 2 if words & {"big", "large", "huge"} else 0
+    )
+    # A colour is also part of some names; only a ground is told by these words.
+    before, after = r"\b(on|with|against)( an?)? ", " (background|backdrop|wall)"
+    ground = re.search(rf"{before}{view.colour}\b|\b{view.colour}{after}", text) is not None
+    return list(COLOURS).index(view.colour) if ground else len(COLOURS), size
 
 
 def corpus(subjects: list[Subject], rng: random.Random, size: int) -> list[str]:

@@ -6,8 +6,9 @@ Nobody can look at 1,500 pictures after each training run, so a picture is judge
 the least mean squared error over each subject, size, place and mirroring that `render.py` can draw, on the picture's
 own ground, both slightly blurred. Without the blur, real pictures of fine patterns (popcorn, a lollipop) that went
 through the autoencoder look nearer to something smooth. A caption is right when the nearest image shows its subject.
-The wordings in `captions.HELD_OUT` never occur in training and are counted on their own. The same judge also sees real training images after a round through the
-autoencoder; that share says how far the other numbers can be trusted. The contact sheet is for a person's eye.
+The wordings in `captions.HELD_OUT` never occur in training and are counted on their own. The same judge also sees real
+training images after a round through the autoencoder; that share says how far the other numbers can be trusted. The
+contact sheet is for a person's eye.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Gallery:
         self._coarse = _Templates([row[s] for row in self._bitmaps for s in self._coarse_scales], _COARSE)
 
     def nearest(self, image: np.ndarray) -> Match:
-        """The best match of `image` (uint8, SIZE x SIZE x 3): by block means first, then of the best few by each place."""
+        """The best match of `image` (uint8, SIZE x SIZE x 3): by block means, then of the best few by pixels."""
         picture = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255)
         views = (picture, picture.flip(2))
         matches = []

@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Final
 
 from litestar import Litestar, Request
-from litestar.datastructures import MutableScopeHeaders, State
+from litestar.datastructures import Headers, MutableScopeHeaders, State
 from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
 
@@ -62,12 +62,17 @@ def make_app(server: DiffusionServer, config: RouterConfig) -> Litestar:
 
 
 async def _name_request(request: Request[Any, Any, Any]) -> None:
-    """Take the client's request id if it is fit for a header; else make one."""
-    given = request.headers.get("x-request-id", "")
-    request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request.state.request_id = _request_id(request.headers)
 
 
 async def _say_request_id(message: Message, scope: Scope) -> None:
     if message["type"] == "http.response.start":
-        request_id = scope.get("state", {}).get("request_id") or uuid.uuid4().hex
+        # Not named yet if it was refused before it came to a handler.
+        request_id = scope.get("state", {}).get("request_id") or _request_id(Headers.from_scope(scope))
         MutableScopeHeaders.from_message(message)["x-request-id"] = request_id
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's request id if it is fit for a header; else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -20,7 +20,7 @@ from diffcluster.router.state import Instance, Request as Picture
 __all__ = ["cluster", "health", "metrics", "model", "models", "ready", "request_status"]
 
 _STARTED: Final = int(time.time())
-_METRICS_TYPE: Final = "text/plain; version=1.0.0; charset=utf-8"
+_METRICS_TYPE: Final = "text/plain; version=1.0.0"  # the framework adds the charset
 
 
 async def _snapshot(request: Request[Any, Any, Any]) -> Snapshot:

@@ -32,8 +32,6 @@ def error_response(
         headers["x-should-retry"] = str(retry).lower()
     if retry:
         headers["Retry-After"] = str(RETRY_AFTER_S)
-    if status == 413:
-        headers["Connection"] = "close"  # the rest of the body will not be read
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
@@ -49,7 +47,9 @@ def on_http_exception(request: Request[Any, Any, Any], error: HTTPException) -> 
     code, text = _HTTP_CODES.get(error.status_code, (None, str(error.detail)))
     message = text.format(path=request.url.path, method=request.method)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return error_response(error.status_code, message, kind, code)
+    response = error_response(error.status_code, message, kind, code)
+    response.headers.update(error.headers or {})
+    return response
 
 
 def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from litestar import Request, Response, post
 from litestar.exceptions import HTTPException
-from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody
+from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
 from litestar.response import ServerSentEvent, ServerSentEventMessage
 
 from diffcluster.errors import NoInstanceError, RequestError
@@ -31,11 +31,20 @@ _SEED_BITS: Final = 2**32
 
 
 @dataclass
+class _BodySchema(Schema):
+    """What msgspec says of `ImageRequest`, as it is."""
+
+    def to_schema(self) -> dict[str, Any]:
+        (_,), components = msgspec.json.schema_components([ImageRequest])
+        return components["ImageRequest"]
+
+
+@dataclass
 class _Described(Operation):
     """The operation as it stands in the OpenAPI document: its body is read by us, so it must be told."""
 
     def __post_init__(self) -> None:
-        content = OpenAPIMediaType(schema=Reference(ref="#/components/schemas/ImageRequest"))
+        content = OpenAPIMediaType(schema=_BodySchema())
         self.request_body = RequestBody(content={"application/json": content}, required=True)
 
 
@@ -45,10 +54,9 @@ async def generations(request: Request[Any, Any, Any]) -> Response[Any]:
     app = request.app.state
     body = parse(await _json_body(request), ImageRequest)
     server: DiffusionServer = app.server
-    snapshot = await asyncio.wrap_future(server.snapshot())
-    if not snapshot.models:
+    if not server.models:
         raise NoInstanceError("no role has registered yet")
-    facts = choose_model(body.model, snapshot.models)
+    facts = choose_model(body.model, server.models)
     parameters = image_parameters(body, facts, app.config, lambda n: secrets.randbelow(_SEED_BITS - n))
     batch = _Batch(server, parameters, deadline(body.deadline_s, app.config), app.watched, request.state.request_id)
     as_url = body.response_format == "url"

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import socket
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,9 @@ def run(config: RouterConfig, ready_fd: int | None = None) -> int:
             _log.info("HTTP on http://%s:%d, roles on tcp://%s:%d", host, port, config.control_host, server.control_port)
             if ready_fd is not None:
                 _tell(ready_fd, f"http://{host}:{port}", port, config.control_host, server.control_port)
+            # uvicorn raises the signal that ended it once more; by default that would skip all that follows here.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)
             uvicorn_server.run(sockets=[listener])
         finally:
             server.stop()

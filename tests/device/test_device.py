@@ -1,0 +1,75 @@
+"""Devices: the CPU here, an accelerator where there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from diffcluster.errors import ConfigError
+from diffcluster.roles.device import AcceleratorDevice, CpuDevice, Device, compute_threads, open_device
+from diffcluster.transport.packing import manifest_of, pack, unpack
+
+
+def round_trip(device: Device) -> None:
+    """Pack from the device into a pinned region, and unpack from it, each on the copy stream."""
+    region = np.zeros(1 << 20, np.uint8)
+    device.pin(region)
+    try:
+        sent = {
+            "a": torch.randn(100, 7, device=device.torch_device).T,
+            "b": torch.arange(5, device=device.torch_device),
+        }
+        manifest = manifest_of(sent)
+        with device.copying():
+            pack(sent, manifest, region)
+            device.finish()
+        with device.copying():
+            got = unpack(manifest, region, device.torch_device)
+            device.finish()
+        assert all(torch.equal(got[name], sent[name]) for name in sent)
+    finally:
+        device.unpin(region)
+
+
+def test_the_cpu_device() -> None:
+    device = open_device("cpu")
+    assert isinstance(device, CpuDevice)
+    round_trip(device)
+
+
+@pytest.mark.gpu
+def test_the_accelerator_device() -> None:
+    device = open_device("auto")
+    assert isinstance(device, AcceleratorDevice)
+    round_trip(device)
+
+
+@pytest.mark.gpu
+def test_copies_wait_for_what_compute_has_queued() -> None:
+    device = open_device("auto")
+    region = np.zeros(64 << 20, np.uint8)
+    device.pin(region)
+    try:
+        for value in range(20):
+            big = torch.full((4096, 4096), float(value), device=device.torch_device)
+            sent = {"x": (big @ torch.eye(4096, device=device.torch_device))[:1024]}
+            manifest = manifest_of(sent)
+            with device.copying():
+                pack(sent, manifest, region)
+                device.finish()
+            assert bool((region[: manifest.nbytes].view(np.float32) == value).all())
+    finally:
+        device.unpin(region)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cuda:999"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"role.device: {name!r}"):
+        open_device(name)
+
+
+def test_threads_come_from_the_setting_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert compute_threads(5) == 5
+    assert compute_threads(0) == 3

@@ -1,0 +1,257 @@
+"""A role without threads, sockets or memory: performs the machine's actions by noting them, and completes them when told.
+
+After each step it checks what must always hold. `outcomes` counts how each request ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from diffcluster.ids import HostId, InstanceName, LeaseId, RequestId
+from diffcluster.messages import (
+    Allocate, AllocationRefused, Cancel, Cancelled, Done, Evict, Evicted, Failed, FileInfo, Push, Pushed,
+    PushFailed, Ready, Release, Submit,
+)  # fmt: skip
+from diffcluster.roles import jobs
+from diffcluster.roles.jobs import Key
+from diffcluster.roles.machine import RoleMachine
+from diffcluster.transport.slots import GRANULE, Ledger
+from tests.support import TOKEN, incarnation, manifest, parameters, slot
+
+QUARANTINE_S = 10.0
+ENDS = (Done, Failed, AllocationRefused, Evicted)
+
+
+class RoleShell:
+    """`fences` is what the engine answers when a window is closed."""
+
+    def __init__(self, receive: int = 8, send: int = 8) -> None:
+        self.machine = RoleMachine(
+            receive * GRANULE, send * GRANULE, QUARANTINE_S, lambda wanted: wanted.seed * GRANULE, lambda: TOKEN
+        )
+        self.now = 0.0
+        self.fences = True
+        self.sent: list[Any] = []
+        self.loads: list[jobs.StartLoad] = []
+        self.computes: list[jobs.StartCompute] = []
+        self.pushes: list[jobs.StartPush] = []
+        self.cancelled: set[Key] = set()
+        self.tensors: set[Key] = set()
+        self.windows: dict[LeaseId, Key] = {}
+        self.outcomes: defaultdict[Key, Counter[str]] = defaultdict(Counter)
+        self.read_later: dict[LeaseId, float] = {}
+        """Send leases that an engine may still read, and until when."""
+
+    # ------------------------------------------------------------ the machine
+
+    def step(self, event: Any) -> list[Any]:
+        """Give `event` to the machine and perform what it wants; the messages that it sent."""
+        before = len(self.sent)
+        self._perform(self.machine.step(event, self.now))
+        self.check()
+        return self.sent[before:]
+
+    def _perform(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case jobs.Send():
+                    self._note(action.message)
+                case jobs.OpenWindow():
+                    assert action.slot.lease not in self.windows
+                    self.windows[action.slot.lease] = self.key_of(action.slot.lease)
+                case jobs.CloseWindow():
+                    del self.windows[action.slot.lease]
+                    closed = jobs.WindowClosed(action.key, action.slot.lease, self.fences or action.settled)
+                    self._perform(self.machine.step(closed, self.now))
+                case jobs.StartLoad():
+                    del self.windows[action.slot.lease]  # the one write that it allows has been made
+                    self.loads.append(action)
+                case jobs.StartCompute():
+                    self.tensors.discard(action.key)
+                    self.computes.append(action)
+                case jobs.CancelCompute():
+                    assert action.key == self.computes[0].key
+                    self.cancelled.add(action.key)
+                case jobs.StartPush():
+                    self.pushes.append(action)
+                case jobs.Forget():
+                    self.tensors.discard(action.key)
+
+    def key_of(self, lease: LeaseId) -> Key:
+        """Whose receive slot it is."""
+        return next(job.key for job in self.machine.jobs.values() if job.slot is not None and job.slot.lease == lease)
+
+    def _note(self, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, (*ENDS, Cancelled)):
+            self.outcomes[message.request_id, message.attempt][type(message).__name__] += 1
+
+    # ------------------------------------------------------------ messages of the router
+
+    def submit(self, name: str, output: int = 1) -> list[Any]:
+        """Compute something whose output takes `output` granules; 0 means files."""
+        wanted = parameters(seed=output)
+        return self.step(Submit(request_id=RequestId(name), attempt=1, parameters=wanted))
+
+    def allocate(self, name: str, granules: int = 1) -> list[Any]:
+        return self.step(Allocate(request_id=RequestId(name), attempt=1, nbytes=granules * GRANULE))
+
+    def ready(self, name: str, output: int = 1, nbytes: int = GRANULE, lease: int | None = None) -> list[Any]:
+        job = self.machine.jobs.get((RequestId(name), 1))
+        own = job.slot.lease if job is not None and job.slot is not None else LeaseId(0)
+        message = Ready(
+            request_id=RequestId(name), attempt=1, lease=own if lease is None else LeaseId(lease),
+            manifest=manifest(nbytes), scalars={}, parameters=parameters(seed=output),
+        )  # fmt: skip
+        return self.step(message)
+
+    def push(self, name: str, lease: int = 1) -> list[Any]:
+        message = Push(
+            request_id=RequestId(name), attempt=1, receiver=InstanceName("peer"), incarnation=incarnation(9),
+            host=HostId("h"), sessions=(), slot=slot(lease),
+        )  # fmt: skip
+        return self.step(message)
+
+    def release(self, name: str) -> list[Any]:
+        key = (RequestId(name), 1)
+        job = self.machine.jobs.get(key)
+        if job is not None and job.phase == "staged" and not job.gone:
+            self.outcomes[key]["Released"] += 1
+        return self.step(Release(request_id=key[0], attempt=1))
+
+    def cancel(self, name: str) -> list[Any]:
+        return self.step(Cancel(request_id=RequestId(name), attempt=1))
+
+    def evict(self, name: str, lease: int, *, settled: bool) -> list[Any]:
+        return self.step(Evict(request_id=RequestId(name), attempt=1, lease=LeaseId(lease), settled=settled))
+
+    def after(self, seconds: float) -> list[Any]:
+        """Let time pass."""
+        self.now += seconds
+        self.read_later = {lease: until for lease, until in self.read_later.items() if until > self.now}
+        return self.step(jobs.Tick())
+
+    # ------------------------------------------------------------ the threads finish something
+
+    def loaded(self, index: int = 0) -> list[Any]:
+        ready = self.loads.pop(index).ready
+        key = (ready.request_id, ready.attempt)
+        self.tensors.add(key)
+        return self.step(jobs.Loaded(key, 0.0))
+
+    def load_failed(self) -> list[Any]:
+        ready = self.loads.pop().ready
+        return self.step(jobs.LoadFailed((ready.request_id, ready.attempt), "no"))
+
+    def computed(self) -> list[Any]:
+        work = self.computes.pop()
+        if work.output is None:
+            event = jobs.Computed(work.key, 0.0, None, {}, (FileInfo("image/png", 1),))
+        else:
+            event = jobs.Computed(work.key, 0.0, manifest(work.output[1]), {}, ())
+        return self.step(event)
+
+    def compute_failed(self) -> list[Any]:
+        return self.step(jobs.ComputeFailed(self.computes.pop().key, "nan_output", "NaN"))
+
+    def pushed(self, index: int = 0) -> list[Any]:
+        push = self.pushes.pop(index).push
+        answer = Pushed(
+            request_id=push.request_id, attempt=push.attempt, receiver=push.incarnation, lease=push.slot.lease,
+            engine="tcp", nbytes=1, seconds=0.0,
+        )  # fmt: skip
+        return self.step(jobs.PushEnded(push, answer, True))
+
+    def push_failed(self, index: int = 0, *, settled: bool) -> list[Any]:
+        push = self.pushes.pop(index).push
+        if not settled:
+            output = self.machine.jobs[push.request_id, push.attempt].output
+            assert output is not None
+            self.read_later[output] = self.now + QUARANTINE_S
+        answer = PushFailed(
+            request_id=push.request_id, attempt=push.attempt, receiver=push.incarnation, lease=push.slot.lease,
+            settled=settled, reason="no",
+        )  # fmt: skip
+        return self.step(jobs.PushEnded(push, answer, settled))
+
+    # ------------------------------------------------------------ what must always hold
+
+    def check(self) -> None:
+        """All invariants."""
+        machine = self.machine
+        slots = {job.slot.lease for job in machine.jobs.values() if job.slot is not None}
+        outputs = {job.output for job in machine.jobs.values() if job.output is not None}
+        self._check_ledger(machine.receive, slots, "receive")
+        self._check_ledger(machine.send, outputs, "send")
+        self._check_threads()
+        self._check_idle()
+        for key, counts in self.outcomes.items():
+            ends = sum(counts.values()) - counts["Cancelled"]
+            assert ends <= 1, f"{key} ended as {counts}"
+
+    def _check_ledger(self, ledger: Ledger, held: set[LeaseId], region: str) -> None:
+        """Bytes add up, and each lease is a job's or quarantined: nothing leaks."""
+        assert sum(ledger.bytes_by_state().values()) == ledger.capacity
+        quarantined = {lease for place, lease in self.machine.quarantine if place == region}
+        assert not held & quarantined
+        assert set(ledger._leases) == held | quarantined
+        for lease in ledger._leases.values():
+            assert (lease.state == "quarantined") == (lease.id in quarantined)
+
+    def _check_threads(self) -> None:
+        """What a thread works on is held, in the state that says so, and there is room for what it makes."""
+        machine = self.machine
+        assert len(self.loads) <= 1
+        assert len(self.computes) <= 1
+        assert len(self.tensors) <= 1
+        for load in self.loads:
+            held = machine.receive.get(load.slot.lease)
+            assert held is not None
+            assert held.state == "loading"
+        for work in self.computes:
+            output = machine.jobs[work.key].output
+            lease = machine.send.get(output) if output is not None else None
+            assert (lease is None) == (work.output is None) == (work.parameters.seed == 0)
+            assert lease is None or (lease.state, lease.offset, lease.nbytes) == ("leased", *(work.output or ()))
+        for push in self.pushes:
+            output = machine.jobs[push.push.request_id, push.push.attempt].output
+            lease = machine.send.get(output) if output is not None else None
+            assert lease is not None
+            assert (lease.state, lease.offset) == ("writing", push.offset)
+            assert push.nbytes <= lease.nbytes
+        for output in self.read_later:
+            assert machine.send.get(output) is not None, "a slot that an engine may still read was freed"
+
+    def _check_idle(self) -> None:
+        """Whatever could start has started."""
+        phases = Counter(job.phase for job in self.machine.jobs.values())
+        assert phases["computing"] == len(self.computes)
+        assert phases["loading"] == len(self.loads)
+        if not self.computes:
+            for job in self.machine.jobs.values():
+                if job.phase == "loaded":
+                    assert job.parameters is not None
+                    assert self.machine.send.largest_free() < job.parameters.seed * GRANULE
+        if phases["ready"] and not self.loads:
+            assert self.tensors
+
+    # ------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """Complete all work, give everything back, and see that nothing is left."""
+        while self.machine.jobs:
+            for name, job in [(key[0], job) for key, job in self.machine.jobs.items()]:
+                if job.phase == "leased":
+                    self.evict(name, job.slot.lease if job.slot else 0, settled=True)
+                elif job.phase == "staged":
+                    self.release(name)
+            for complete, work in ((self.loaded, self.loads), (self.computed, self.computes), (self.pushed, self.pushes)):
+                if work:
+                    complete()
+        self.after(QUARANTINE_S)
+        for ledger in (self.machine.receive, self.machine.send):
+            assert ledger.largest_free() == ledger.capacity
+        assert not self.machine._staged
+        assert not self.tensors
+        assert not self.windows
