@@ -20,7 +20,8 @@ from diffcluster.errors import DiffclusterError
 
 __all__ = ["ApiError", "AsyncClient", "Client", "GeneratedImage"]
 
-_TIMEOUT: Final = httpx.Timeout(None, connect=5.0)  # the router bounds how long a request may take
+_TIMEOUT: Final = httpx.Timeout(None, connect=5.0)  # the router bounds how long a picture may take
+_LOOK_S: Final = 5.0  # but looking at it takes no time
 
 
 class ApiError(DiffclusterError):
@@ -76,7 +77,7 @@ class Client:
     def get(self, path: str) -> dict[str, Any]:
         """GET any of the router's JSON pages, such as `/v1/cluster`; raises `ApiError`."""
         try:
-            return _checked(self._http.get(path))
+            return _checked(self._http.get(path, timeout=_LOOK_S))
         except httpx.HTTPError as error:
             raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
 
@@ -107,7 +108,7 @@ class AsyncClient:
     async def get(self, path: str) -> dict[str, Any]:
         """GET any of the router's JSON pages; raises `ApiError`."""
         try:
-            return _checked(await self._http.get(path))
+            return _checked(await self._http.get(path, timeout=_LOOK_S))
         except httpx.HTTPError as error:
             raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
 

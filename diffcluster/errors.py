@@ -102,11 +102,14 @@ class LedgerError(DiffclusterError):
 
 
 class TransferError(DiffclusterError):
-    """A transfer failed. `settled` is true when no byte of it can arrive any more."""
+    """A transfer failed.
 
-    def __init__(self, problem: str, *, settled: bool) -> None:
+    `settled`: no byte of it can arrive any more. `source_held`: the engine may still read what was to be sent.
+    """
+
+    def __init__(self, problem: str, *, settled: bool, source_held: bool = False) -> None:
         super().__init__(problem)
-        self.settled = settled
+        self.settled, self.source_held = settled, source_held
 
 
 class RequestError(DiffclusterError):

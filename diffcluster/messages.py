@@ -153,7 +153,11 @@ class Register(_Message, frozen=True):
 
 
 class RoleHeartbeat(_Message, frozen=True):
-    """An instance lives, and how it is doing. Bytes are of its receive and send regions."""
+    """An instance lives, and how it is doing. Bytes are of its receive and send regions.
+
+    `said` counts the messages it has sent since it registered afresh, heartbeats apart. A connection that breaks loses
+    what was under way, so the router compares it with what it heard. `cut`: the same went wrong in the other direction.
+    """
 
     queued: Count
     running: Count
@@ -161,6 +165,8 @@ class RoleHeartbeat(_Message, frozen=True):
     receive_quarantined: Count
     send_free: Count
     resident_bytes: Count
+    said: Count = 0
+    cut: bool = False
 
 
 class Staged(_OfRequest, frozen=True):
@@ -270,7 +276,9 @@ class Refused(_Message, frozen=True):
 
 
 class RouterHeartbeat(_Message, frozen=True):
-    """The router lives and knows you."""
+    """The router lives and knows you. `said`: how many messages it has sent you since you registered afresh."""
+
+    said: Count = 0
 
 
 class Submit(_OfRequest, frozen=True):

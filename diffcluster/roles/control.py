@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import psutil
 
 from diffcluster import codec
 from diffcluster.errors import DiffclusterError, WireError
 from diffcluster.messages import (
-    BulkPiece, Drain, Drained, Progress, Pushed, PushFailed, Ready, Refused, Register, Registered, RoleToRouter,
-    RouterHeartbeat, RouterToRole,
+    Allocate, BulkPiece, Cancel, Drain, Drained, Evict, Progress, Push, Pushed, PushFailed, Ready, Refused, Register,
+    Registered, Release, RoleToRouter, RouterHeartbeat, RouterToRole, Submit,
 )  # fmt: skip
 from diffcluster.roles import jobs
 from diffcluster.roles.compute import ComputeLoop, ComputeResult, Work
@@ -38,6 +39,7 @@ __all__ = ["Control", "Leave"]
 
 _log = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
+_Work = Submit | Allocate | Push | Ready | Release | Evict | Cancel
 _GOODBYE_S: Final = 2.0
 
 
@@ -56,6 +58,9 @@ class Control:
         self._tensors: dict[Key, dict[str, torch.Tensor]] = {}
         self._cancels: dict[Key, threading.Event] = {}
         self._outbox: deque[RoleToRouter] = deque()
+        self._held: deque[_Work] = deque()
+        # What was said and heard since the last fresh registration: a difference shows that a connection lost something.
+        self._said, self._got, self._cut = 0, 0, False
         self._registered = False
         self._heartbeat_s, self._heard = 1.0, 0.0
         self._leave_by: float | None = None
@@ -100,6 +105,11 @@ class Control:
                     next_beat = now + self._heartbeat_s
                 self._flush()
                 self._link.wait(next_beat - now)
+                if time.monotonic() - now > (1 + _MISSED_HEARTBEATS) * self._heartbeat_s:
+                    # This process was stopped. Until the router has said whether it still counts on us, what lies in
+                    # the socket is not acted upon: a push of then could hit a slot that is somebody else's now.
+                    _log.warning("this process was stopped for a while; registering again")
+                    self._registered, next_beat = False, 0.0
                 for frames in self._link.control():
                     if not self._stopped:
                         self._receive_frames(frames)
@@ -119,7 +129,8 @@ class Control:
             _log.warning("the router has been silent for %d heartbeats; registering again", _MISSED_HEARTBEATS)
             self._registered = False
         if self._registered:
-            self._link.send(self._machine.heartbeat(self._process.memory_info().rss))
+            beat = self._machine.heartbeat(self._process.memory_info().rss)
+            self._link.send(msgspec.structs.replace(beat, said=self._said, cut=self._cut))
         else:
             self._link.send(self._register)
 
@@ -137,38 +148,55 @@ class Control:
     def _take_message(self, message: RouterToRole) -> None:
         match message:
             case Registered():
-                if not self._registered:
-                    _log.info("registered with the router as %s", self._register.name)
-                self._registered = True
-                if message.fresh:
-                    self._give_up()
-                self._heartbeat_s = message.heartbeat_s
-                self._link.connect_bulk(message.bulk_port)
+                self._accepted(message)
             case Refused(again=True):
-                _log.warning("the router does not know this instance; registering again")
+                _log.warning("the router does not count on this instance any more; registering again")
                 self._registered = False
                 self._give_up()
                 self._link.send(self._register)
             case Refused():
                 raise DiffclusterError(f"the router refused this instance: {message.reason}")
             case RouterHeartbeat():
-                pass
+                self._cut = self._cut or message.said != self._got
             case Drained():
                 self._stopped = True
             case Drain():
                 self._leave()
             case _:
-                self._perform(self._machine.step(message, time.monotonic()))
+                self._got += 1
+                self._held.append(message)
+                self._work()
+
+    def _accepted(self, message: Registered) -> None:
+        if not self._registered:
+            _log.info("registered with the router as %s", self._register.name)
+        self._registered = True
+        if message.fresh:
+            self._give_up()
+            self._said, self._got, self._cut = 0, 0, False
+        self._heartbeat_s = message.heartbeat_s
+        self._link.connect_bulk(message.bulk_port)
+        if self._leave_by is not None:  # it may have forgotten
+            self._say(Drain())
+        self._work()
+
+    def _work(self) -> None:
+        """Act upon what the router has said, if it counts on us."""
+        while self._registered and self._held:
+            self._perform(self._machine.step(self._held.popleft(), time.monotonic()))
 
     def _give_up(self) -> None:
         """Whatever the router gave us, and whatever we still had to say of it, is void."""
         self._outbox.clear()
+        self._held.clear()
         self._perform(self._machine.reset(time.monotonic()))
 
     def _leave(self) -> None:
         if self._leave_by is None:
             self._leave_by = time.monotonic() + self._config.drain_s
-            if not self._registered or not self._link.send(Drain()):
+            if self._registered:
+                self._say(Drain())
+            else:
                 self._stopped = True
         else:
             _log.warning("asked to leave a second time: leaving at once")
@@ -182,7 +210,7 @@ class Control:
             case Leave():
                 self._leave()
             case Progress():
-                self._link.send(item)
+                self._say(item)
             case LoadResult():
                 key = (item.ready.request_id, item.ready.attempt)
                 if item.tensors is None:
@@ -232,19 +260,27 @@ class Control:
         for receiver in self._receivers:
             receiver.open(action.slot)
 
+    def _seal_window(self, action: jobs.SealWindow) -> None:
+        for receiver in self._receivers:
+            receiver.close(action.slot)
+
     def _close_window(self, action: jobs.CloseWindow) -> None:
         fenced = all([receiver.close(action.slot) for receiver in self._receivers]) or action.settled
         event = jobs.WindowClosed(action.key, action.slot.lease, fenced)
         self._perform(self._machine.step(event, time.monotonic()))
 
     def _tell(self, action: jobs.Send) -> None:
-        self._outbox.append(action.message)
+        self._say(action.message)
+
+    def _say(self, message: RoleToRouter) -> None:
+        self._outbox.append(message)
         self._flush()
 
     def _flush(self) -> None:
-        """Send what waits, in order. While the link is down it waits on; a router that has lost us voids it."""
-        while self._outbox and self._link.send(self._outbox[0]):
+        """Send what waits, in order. While the router does not count on us it waits on, and may become void."""
+        while self._registered and self._outbox and self._link.send(self._outbox[0]):
             self._outbox.popleft()
+            self._said += 1
 
     def _cancel(self, action: jobs.CancelCompute) -> None:
         self._cancels[action.key].set()
@@ -256,6 +292,7 @@ class Control:
         jobs.Send: _tell,
         jobs.OpenWindow: _open_window,
         jobs.CloseWindow: _close_window,
+        jobs.SealWindow: _seal_window,
         jobs.StartLoad: _start_load,
         jobs.StartCompute: _start_compute,
         jobs.StartPush: _start_push,
@@ -291,4 +328,4 @@ def _push_ended(result: PushResult) -> jobs.PushEnded:
             nbytes=result.nbytes,
             seconds=result.seconds,
         )
-    return jobs.PushEnded(push, answer, result.settled)
+    return jobs.PushEnded(push, answer, result.source_held)

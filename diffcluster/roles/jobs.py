@@ -16,7 +16,8 @@ from diffcluster.tensors import Manifest
 
 __all__ = [
     "Action", "CancelCompute", "CloseWindow", "Computed", "ComputeFailed", "Event", "Forget", "Job", "Key", "LoadFailed",
-    "Loaded", "OpenWindow", "Phase", "PushEnded", "Send", "StartCompute", "StartLoad", "StartPush", "Tick", "WindowClosed",
+    "Loaded", "OpenWindow", "Phase", "PushEnded", "SealWindow", "Send", "StartCompute", "StartLoad", "StartPush", "Tick",
+    "WindowClosed",
 ]  # fmt: skip
 
 Key = tuple[RequestId, int]
@@ -36,7 +37,7 @@ class Job(Struct):
     parameters: ImageParameters | None = None
     output: LeaseId | None = None
     pushing: int = 0
-    unsettled: bool = False
+    source_held: bool = False
     """Whether an engine may still read `output` after a push that failed."""
     gone: bool = False
     """Cancelled or released while a thread still uses something of it."""
@@ -80,11 +81,11 @@ class ComputeFailed(Struct, frozen=True):
 
 
 class PushEnded(Struct, frozen=True):
-    """The push thread has finished with a transfer. `error` is "" if all bytes arrived."""
+    """The push thread has finished with a transfer. `source_held`: its engine may still read the output."""
 
     push: Push
     answer: Pushed | PushFailed
-    settled: bool
+    source_held: bool
 
 
 class WindowClosed(Struct, frozen=True):
@@ -128,6 +129,12 @@ class CloseWindow(Struct, frozen=True):
     settled: bool
 
 
+class SealWindow(Struct, frozen=True):
+    """Lock peers out of a slot whose content is complete."""
+
+    slot: SlotAddress
+
+
 class StartLoad(Struct, frozen=True):
     """Prefetch thread: load the slot."""
 
@@ -165,4 +172,4 @@ class Forget(Struct, frozen=True):
     key: Key
 
 
-Action = Send | OpenWindow | CloseWindow | StartLoad | StartCompute | CancelCompute | StartPush | Forget
+Action = Send | OpenWindow | CloseWindow | SealWindow | StartLoad | StartCompute | CancelCompute | StartPush | Forget

@@ -21,9 +21,10 @@ from diffcluster.messages import (
     Allocate, Allocated, AllocationRefused, Cancel, Cancelled, Done, Evict, Evicted, Failed, ImageParameters, Push,
     PushFailed, Ready, Release, RoleHeartbeat, RoleToRouter, SlotAddress, Staged, StageTimings, Submit,
 )  # fmt: skip
+from diffcluster.roles.holdings import Holdings
 from diffcluster.roles.jobs import (
     Action, CancelCompute, CloseWindow, Computed, ComputeFailed, Event, Forget, Job, Key, Loaded, LoadFailed, OpenWindow,
-    PushEnded, Send, StartCompute, StartLoad, StartPush, Tick, WindowClosed,
+    PushEnded, SealWindow, Send, StartCompute, StartLoad, StartPush, Tick, WindowClosed,
 )  # fmt: skip
 from diffcluster.tensors import Manifest, check
 from diffcluster.transport.slots import Ledger
@@ -34,7 +35,7 @@ _LOAD_AHEAD: Final = 1
 """Requests whose tensors may lie on the device while another one computes."""
 
 
-class RoleMachine:
+class RoleMachine(Holdings):
     """All requests of one role. `output_bytes` is the stage's bound; `new_token` draws a slot's capability."""
 
     def __init__(
@@ -45,14 +46,8 @@ class RoleMachine:
         output_bytes: Callable[[ImageParameters], int],
         new_token: Callable[[], str],
     ) -> None:
-        self.receive, self.send = Ledger(receive_bytes), Ledger(send_bytes)
-        self.jobs: dict[Key, Job] = {}
-        self.quarantine: dict[tuple[str, LeaseId], float] = {}
-        """When each quarantined lease of ("receive" | "send") may be freed at the latest."""
-        self._quarantine_s, self._output_bytes, self._new_token = quarantine_s, output_bytes, new_token
-        self._staged: dict[Key, Manifest] = {}
-        self._actions: list[Action] = []
-        self._now = 0.0
+        super().__init__(receive_bytes, send_bytes, quarantine_s)
+        self._output_bytes, self._new_token = output_bytes, new_token
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit, Allocate: self._on_allocate, Ready: self._on_ready, Push: self._on_push,
             Release: self._on_release, Evict: self._on_evict, Cancel: self._on_cancel,
@@ -65,17 +60,18 @@ class RoleMachine:
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Take `event` at time `now` (seconds, monotonic); what is stale changes nothing."""
-        self._now, self._actions = now, []
+        self.now, self.actions = now, []
         self._handlers[type(event)](event)
         self._advance()
-        return self._actions
+        return self.actions
 
     def reset(self, now: float) -> list[Action]:
         """The router knows nothing of us any more: give up every request."""
-        actions: list[Action] = []
+        self.now, self.actions = now, []
         for request_id, attempt in list(self.jobs):
-            actions += self.step(Cancel(request_id=request_id, attempt=attempt), now)
-        return [action for action in actions if not isinstance(action, Send)]
+            self._on_cancel(Cancel(request_id=request_id, attempt=attempt))
+        self._advance()
+        return [action for action in self.actions if not isinstance(action, Send)]
 
     def heartbeat(self, resident_bytes: int) -> RoleHeartbeat:
         """How this role is doing."""
@@ -95,7 +91,7 @@ class RoleMachine:
     def _on_submit(self, event: Submit) -> None:
         key = (event.request_id, event.attempt)
         if key not in self.jobs:
-            self.jobs[key] = Job(key, "loaded", self._now, parameters=event.parameters)
+            self.jobs[key] = Job(key, "loaded", self.now, parameters=event.parameters)
 
     def _on_allocate(self, event: Allocate) -> None:
         key = (event.request_id, event.attempt)
@@ -103,33 +99,37 @@ class RoleMachine:
             return
         if not self.receive.fits(event.nbytes):
             reason = f"{event.nbytes} bytes are more than the receive region's {self.receive.capacity}"
-            self._send(AllocationRefused(request_id=key[0], attempt=key[1], permanent=True, reason=reason))
+            self.say(AllocationRefused(request_id=key[0], attempt=key[1], permanent=True, reason=reason))
             return
         lease = self.receive.lease(event.nbytes)
         if lease is None:
-            self._send(AllocationRefused(request_id=key[0], attempt=key[1], permanent=False, reason="no free slot"))
+            self.say(AllocationRefused(request_id=key[0], attempt=key[1], permanent=False, reason="no free slot"))
             return
         slot = SlotAddress(lease.id, lease.offset, lease.nbytes, self._new_token())
-        self.jobs[key] = Job(key, "leased", self._now, slot=slot)
-        self._do(OpenWindow(slot))
-        self._send(Allocated(request_id=key[0], attempt=key[1], slot=slot))
+        self.jobs[key] = Job(key, "leased", self.now, slot=slot)
+        self.do(OpenWindow(slot))
+        self.say(Allocated(request_id=key[0], attempt=key[1], slot=slot))
 
     def _on_ready(self, event: Ready) -> None:
-        job = self._job(event)
+        job = self.job(event)
         if job is None or job.phase != "leased" or job.slot is None or job.slot.lease != event.lease:
+            reason = f"there is no lease {event.lease} of this request"
+            self.say(
+                Failed(request_id=event.request_id, attempt=event.attempt, code="worker_error", reason=reason)
+            )
             return
+        self.do(SealWindow(job.slot))
         try:
             check(event.manifest, job.slot.nbytes)
         except ManifestError as error:
-            self._free_slot(job)
-            self._fail(job, "worker_error", str(error))
+            self.fail(job, "worker_error", str(error))
             return
         self.receive.move(event.lease, "full")
-        job.phase, job.ready, job.parameters, job.since = "ready", event, event.parameters, self._now
+        job.phase, job.ready, job.parameters, job.since = "ready", event, event.parameters, self.now
 
     def _on_push(self, event: Push) -> None:
-        job = self._job(event)
-        manifest = self._staged.get((event.request_id, event.attempt))
+        job = self.job(event)
+        manifest = self.staged.get((event.request_id, event.attempt))
         if job is None or job.phase != "staged" or manifest is None or job.output is None or job.gone:
             failed = PushFailed(
                 request_id=event.request_id,
@@ -139,20 +139,20 @@ class RoleMachine:
                 settled=True,
                 reason="nothing is staged for this request",
             )
-            self._send(failed)
+            self.say(failed)
             return
         if job.pushing == 0:
             self.send.move(job.output, "writing")
         job.pushing += 1
         lease = self.send.get(job.output)
         assert lease is not None, "a staged job holds its output"
-        self._do(StartPush(event, lease.offset, manifest.nbytes))
+        self.do(StartPush(event, lease.offset, manifest.nbytes))
 
     def _on_release(self, event: Release) -> None:
-        job = self._job(event)
+        job = self.job(event)
         if job is not None and job.phase == "staged":
             job.gone = True
-            self._end_if_unused(job)
+            self.end_if_unused(job)
 
     def _on_evict(self, event: Evict) -> None:
         lease = self.receive.get(event.lease)
@@ -160,103 +160,103 @@ class RoleMachine:
             return
         if lease.state == "quarantined":
             if event.settled:
-                self._unquarantine("receive", event.lease)
+                self.take_back("receive", event.lease)
             return
-        job = self._job(event)
+        job = self.job(event)
         if job is not None and job.phase == "leased" and job.slot is not None and job.slot.lease == event.lease:
-            self._close_window(job, settled=event.settled)
+            self.close_window(job, settled=event.settled)
 
     def _on_cancel(self, event: Cancel) -> None:
-        job = self._job(event)
+        job = self.job(event)
         if job is None:
-            self._send(Cancelled(request_id=event.request_id, attempt=event.attempt))
+            self.say(Cancelled(request_id=event.request_id, attempt=event.attempt))
         elif job.phase == "leased":
-            self._close_window(job, settled=False)
-            self._send(Cancelled(request_id=event.request_id, attempt=event.attempt))
+            self.close_window(job, settled=False)
+            self.say(Cancelled(request_id=event.request_id, attempt=event.attempt))
         elif job.phase == "computing":
             job.gone = True
-            self._do(CancelCompute(job.key))
+            self.do(CancelCompute(job.key))
         elif job.phase == "loading":
             job.gone = True
         elif job.phase == "staged":
             job.gone = True
-            self._send(Cancelled(request_id=event.request_id, attempt=event.attempt))
-            self._end_if_unused(job)
+            self.say(Cancelled(request_id=event.request_id, attempt=event.attempt))
+            self.end_if_unused(job)
         else:
-            self._drop(job)
-            self._send(Cancelled(request_id=event.request_id, attempt=event.attempt))
+            self.drop(job)
+            self.say(Cancelled(request_id=event.request_id, attempt=event.attempt))
 
     # ------------------------------------------------------------ reports of the threads
 
     def _on_loaded(self, event: Loaded) -> None:
         job = self.jobs[event.key]
-        self._free_slot(job)
+        self.free_slot(job)
         job.phase, job.loaded_s = "loaded", event.seconds
         if job.gone:
-            self._drop(job)
-            self._send(Cancelled(request_id=job.key[0], attempt=job.key[1]))
+            self.drop(job)
+            self.say(Cancelled(request_id=job.key[0], attempt=job.key[1]))
 
     def _on_load_failed(self, event: LoadFailed) -> None:
         job = self.jobs[event.key]
         if job.gone:
-            self._drop(job)
-            self._send(Cancelled(request_id=job.key[0], attempt=job.key[1]))
+            self.drop(job)
+            self.say(Cancelled(request_id=job.key[0], attempt=job.key[1]))
         else:
-            self._fail(job, "worker_error", event.reason)
+            self.fail(job, "worker_error", event.reason)
 
     def _on_computed(self, event: Computed) -> None:
         job = self.jobs[event.key]
         request_id, attempt = job.key
         timings = StageTimings(job.queued_s, job.loaded_s, event.seconds)
         if job.gone:
-            self._drop(job)
-            self._send(Cancelled(request_id=request_id, attempt=attempt))
+            self.drop(job)
+            self.say(Cancelled(request_id=request_id, attempt=attempt))
         elif event.manifest is not None and job.output is not None:
             self.send.move(job.output, "full")
-            self._staged[job.key] = event.manifest
+            self.staged[job.key] = event.manifest
             job.phase = "staged"
-            self._do(Forget(job.key))
-            self._send(
+            self.do(Forget(job.key))
+            self.say(
                 Staged(
                     request_id=request_id, attempt=attempt, manifest=event.manifest, scalars=event.scalars, timings=timings
                 )
             )
         else:
-            self._drop(job)
-            self._send(Done(request_id=request_id, attempt=attempt, files=event.files, timings=timings))
+            self.drop(job)
+            self.say(Done(request_id=request_id, attempt=attempt, files=event.files, timings=timings))
 
     def _on_compute_failed(self, event: ComputeFailed) -> None:
         job = self.jobs[event.key]
         if job.gone:
-            self._drop(job)
-            self._send(Cancelled(request_id=job.key[0], attempt=job.key[1]))
+            self.drop(job)
+            self.say(Cancelled(request_id=job.key[0], attempt=job.key[1]))
         else:
-            self._fail(job, event.code, event.reason)
+            self.fail(job, event.code, event.reason)
 
     def _on_push_ended(self, event: PushEnded) -> None:
         job = self.jobs[(event.push.request_id, event.push.attempt)]
         job.pushing -= 1
         # An engine that has not let go may still read these bytes: they are not reused when the job ends.
-        job.unsettled = job.unsettled or not event.settled
+        job.source_held = job.source_held or event.source_held
         if job.pushing == 0 and job.output is not None:
             self.send.move(job.output, "full")
-        self._send(event.answer)
-        self._end_if_unused(job)
+        self.say(event.answer)
+        self.end_if_unused(job)
 
     def _on_window_closed(self, event: WindowClosed) -> None:
         if event.fenced:
             self.receive.free(event.lease)
         else:
-            self._quarantine("receive", event.lease)
+            self.put_aside("receive", event.lease)
         request_id, attempt = event.key
-        self._send(
+        self.say(
             Evicted(request_id=request_id, attempt=attempt, lease=event.lease, quarantined=not event.fenced)
         )
 
     def _on_tick(self, event: Tick) -> None:
         del event
-        for region, lease in [entry for entry, until in self.quarantine.items() if until <= self._now]:
-            self._unquarantine(region, lease)
+        for region, lease in [entry for entry, until in self.quarantine.items() if until <= self.now]:
+            self.take_back(region, lease)
 
     # ------------------------------------------------------------ what can start, starts
 
@@ -284,8 +284,8 @@ class RoleMachine:
         assert job.ready is not None
         self.receive.move(job.slot.lease, "loading")
         job.phase = "loading"
-        job.queued_s = self._now - job.since
-        self._do(StartLoad(job.ready, job.slot))
+        job.queued_s = self.now - job.since
+        self.do(StartLoad(job.ready, job.slot))
 
     def _start_compute(self, job: Job) -> bool:
         """False if the output has no room now: then the request waits until a `Release`."""
@@ -295,64 +295,13 @@ class RoleMachine:
         if nbytes:
             if not self.send.fits(nbytes):
                 reason = f"the output needs {nbytes} bytes, the send region has {self.send.capacity}"
-                self._fail(job, "out_of_memory", reason)
+                self.fail(job, "out_of_memory", reason)
                 return False
             lease = self.send.lease(nbytes)
             if lease is None:
                 return False
             job.output, span = lease.id, (lease.offset, lease.nbytes)
-        job.queued_s = max(0.0, self._now - job.since - job.loaded_s)  # two threads measured: the sum may be a hair off
+        job.queued_s = max(0.0, self.now - job.since - job.loaded_s)  # two threads measured: the sum may be a hair off
         job.phase = "computing"
-        self._do(StartCompute(job.key, job.parameters, job.ready, span))
+        self.do(StartCompute(job.key, job.parameters, job.ready, span))
         return True
-
-    # ------------------------------------------------------------ ends
-
-    def _job(self, event: Submit | Allocate | Ready | Push | Release | Evict | Cancel) -> Job | None:
-        return self.jobs.get((event.request_id, event.attempt))
-
-    def _fail(self, job: Job, code: FailureCode, reason: str) -> None:
-        self._drop(job)
-        self._send(Failed(request_id=job.key[0], attempt=job.key[1], code=code, reason=reason[:4096]))
-
-    def _drop(self, job: Job) -> None:
-        """Forget a job that no thread uses, with all that it holds."""
-        if job.slot is not None:
-            self._free_slot(job)
-        if job.output is not None and job.unsettled:
-            self._quarantine("send", job.output)
-        elif job.output is not None:
-            self.send.free(job.output)
-        self._staged.pop(job.key, None)
-        del self.jobs[job.key]
-        self._do(Forget(job.key))
-
-    def _end_if_unused(self, job: Job) -> None:
-        if job.gone and job.pushing == 0:
-            self._drop(job)
-
-    def _free_slot(self, job: Job) -> None:
-        assert job.slot is not None
-        self.receive.free(job.slot.lease)
-        job.slot = None
-
-    def _close_window(self, job: Job, *, settled: bool) -> None:
-        """The slot is no longer the job's; what becomes of it is decided when the engine has answered."""
-        assert job.slot is not None
-        self._do(CloseWindow(job.key, job.slot, settled))
-        job.slot = None
-        self._drop(job)
-
-    def _quarantine(self, region: str, lease: LeaseId) -> None:
-        (self.receive if region == "receive" else self.send).move(lease, "quarantined")
-        self.quarantine[(region, lease)] = self._now + self._quarantine_s
-
-    def _unquarantine(self, region: str, lease: LeaseId) -> None:
-        (self.receive if region == "receive" else self.send).free(lease)
-        del self.quarantine[(region, lease)]
-
-    def _send(self, message: RoleToRouter) -> None:
-        self._do(Send(message))
-
-    def _do(self, action: Action) -> None:
-        self._actions.append(action)

@@ -64,6 +64,9 @@ def run(role: Role, config: RoleConfig) -> int:
     Raises:
         ConfigError, ModelError, AddressInUseError: it could not start.
     """
+    if config.quarantine_s <= config.transfer_timeout_s:
+        problem = f"must be more than role.transfer_timeout_s, which is {config.transfer_timeout_s}"
+        raise ConfigError("role.quarantine_s", f"{problem}, got {config.quarantine_s}")
     torch.set_num_threads(compute_threads(config.threads))
     device = open_device(config.device)
     dtype = _dtype(config.dtype, device)

@@ -24,6 +24,7 @@ class _Parcel:
     def __init__(self) -> None:
         self.files: list[bytearray] = []
         self.done: Done | None = None
+        self.touched = 0.0
 
     def complete(self) -> bool:
         """Whether all bytes are there that `done` announced."""
@@ -39,7 +40,7 @@ class Collector:
         self._parcels: dict[tuple[Incarnation, Key], _Parcel] = {}
         self._held = 0
 
-    def piece(self, sender: Incarnation, head: BulkPiece, data: bytes) -> Done | None:
+    def piece(self, sender: Incarnation, head: BulkPiece, data: bytes, now: float) -> Done | None:
         """Add a piece; the `Done` that is complete by it, if so.
 
         Raises:
@@ -57,13 +58,14 @@ class Collector:
             parcel.files.append(bytearray())
         self._parcels[place] = parcel
         parcel.files[-1] += data
+        parcel.touched = now
         self._held += len(data)
         return parcel.done if parcel.complete() else None
 
-    def done(self, sender: Incarnation, done: Done) -> bool:
+    def done(self, sender: Incarnation, done: Done, now: float) -> bool:
         """Note the announcement; whether its files are all there."""
         parcel = self._parcels.setdefault((sender, (done.request_id, done.attempt)), _Parcel())
-        parcel.done = done
+        parcel.done, parcel.touched = done, now
         return parcel.complete()
 
     def take(self, sender: Incarnation, key: Key) -> list[File]:
@@ -80,6 +82,10 @@ class Collector:
     def __len__(self) -> int:
         """How many attempts have files under way."""
         return len(self._parcels)
+
+    def stalled(self, since: float) -> set[Incarnation]:
+        """Senders of files that were announced, but of which nothing has come since then."""
+        return {sender for (sender, _), parcel in self._parcels.items() if parcel.done and parcel.touched < since}
 
     def keep_only(self, wanted: set[tuple[Incarnation, Key]]) -> None:
         """Drop all that nobody waits for."""

@@ -7,7 +7,7 @@ from msgspec import Struct
 from diffcluster.ids import Incarnation, RequestId
 from diffcluster.messages import ImageParameters, RoleToRouter
 
-__all__ = ["Event", "GivenUp", "Gone", "Heard", "Submitted", "Tick"]
+__all__ = ["Announced", "Event", "GivenUp", "Gone", "Heard", "Submitted", "Tick"]
 
 
 class Submitted(Struct, frozen=True):
@@ -24,6 +24,14 @@ class Heard(Struct, frozen=True):
 
     sender: Incarnation
     message: RoleToRouter
+    now: float
+    announced: bool = False
+
+
+class Announced(Struct, frozen=True):
+    """A `Done` has arrived whose files are still under way. It counts as heard now; it is heard when they are here."""
+
+    sender: Incarnation
     now: float
 
 
@@ -48,4 +56,4 @@ class Tick(Struct, frozen=True):
     now: float
 
 
-Event = Submitted | Heard | Gone | GivenUp | Tick
+Event = Submitted | Heard | Announced | Gone | GivenUp | Tick

@@ -24,24 +24,22 @@ from diffcluster.errors import FailureCode
 from diffcluster.ids import Incarnation, RequestId, Role
 from diffcluster.messages import (
     Allocate, Allocated, AllocationRefused, Cancel, Cancelled, Done, Drain, Evict, Evicted, Failed, Progress, Push, Pushed,
-    PushFailed, Ready, Register, Release, RoleHeartbeat, RouterHeartbeat, RouterToRole, Staged, StageTimings, Submit,
+    PushFailed, Ready, Register, Release, RoleHeartbeat, RouterToRole, Staged, StageTimings, Submit,
 )  # fmt: skip
 from diffcluster.router import events
 from diffcluster.router.actions import Action, Count, Discard, Fail, Finish, Note, Send, StageRecord
-from diffcluster.router.membership import Membership
+from diffcluster.router.endings import FIRST, Endings
 from diffcluster.router.policy import least_loaded
-from diffcluster.router.state import ROUTES, Cluster, Key, Limits, Phase, Request
+from diffcluster.router.state import ROUTES, Cluster, Instance, Key, Limits, Phase, Request
 
 __all__ = ["HANDLERS", "RouterMachine"]
 
 _MAX_PUSH_FAILURES: Final = 3
-_FIRST: Final[Role] = "encoder"
-"""The queue of requests that have no route yet."""
 
 _Answer = Staged | Allocated | AllocationRefused | Pushed | PushFailed | Progress | Done | Failed | Cancelled | Evicted
 
 
-class RouterMachine(Membership):
+class RouterMachine(Endings):
     """The state, and the one way to change it."""
 
     def __init__(self, limits: Limits) -> None:
@@ -54,11 +52,13 @@ class RouterMachine(Membership):
             case events.Submitted():
                 self._submitted(event)
             case events.Heard():
-                self._heard(event.sender, event.message)
+                self._heard(event.sender, event.message, event.announced)
+            case events.Announced():
+                self.count_heard(event.sender)
             case events.Gone():
                 self.lose(event.instance, "cannot be reached")
             case events.GivenUp():
-                self._fail(event.request_id, "cancelled", event.reason)
+                self.fail(event.request_id, "cancelled", event.reason)
             case events.Tick():
                 self._expire()
                 self.lose_silent()
@@ -71,7 +71,7 @@ class RouterMachine(Membership):
     def _submitted(self, event: events.Submitted) -> None:
         request = Request(event.request_id, event.parameters, event.now, event.deadline)
         self.cluster.requests[request.id] = request
-        self._enqueue(_FIRST, request)
+        self.enqueue(FIRST, request)
         heapq.heappush(self.cluster.deadlines, (event.deadline, request.id))
 
     def _expire(self) -> None:
@@ -80,9 +80,9 @@ class RouterMachine(Membership):
             request = self.cluster.requests.get(request_id)
             if request is not None:
                 where = f"{request.phase}, stage {request.stage + 1}"
-                self._fail(request_id, "deadline_exceeded", f"not finished in its time; it was {where}")
+                self.fail(request_id, "deadline_exceeded", f"not finished in its time; it was {where}")
 
-    def _heard(self, sender: Incarnation, message: Any) -> None:
+    def _heard(self, sender: Incarnation, message: Any, announced: bool) -> None:
         if isinstance(message, Register):
             self.register(sender, message)
         elif sender not in self.cluster.instances:
@@ -90,9 +90,11 @@ class RouterMachine(Membership):
         else:
             self.seen(sender)
             if isinstance(message, RoleHeartbeat):
-                self.change(sender, heartbeat=message, full=False)
-                self.send(sender, RouterHeartbeat())
-            elif isinstance(message, Drain):
+                self.beat(sender, message)
+                return
+            if not announced:
+                self.count_heard(sender)
+            if isinstance(message, Drain):
                 self.change(sender, draining=True)
             else:
                 self._answered(sender, message)
@@ -124,7 +126,7 @@ class RouterMachine(Membership):
                 if slot in self.cluster.closing and (isinstance(message, Pushed) or message.settled):
                     evict = Evict(request_id=request_id, attempt=attempt, lease=message.lease, settled=True)
                     self.send(message.receiver, evict)
-                self.cluster.closing.discard(slot)
+                self.cluster.closing.pop(slot, None)
             case Cancelled() | Evicted() | Progress():
                 return  # expected after a request has ended
         self.do(Count("stale", type(message).__name__))
@@ -139,15 +141,15 @@ class RouterMachine(Membership):
         request = replace(
             request, phase="waiting", staged=message, upstream=None, stages=self._timed(request, message.timings)
         )
-        self._update(request)
-        self._enqueue(request.route[request.stage + 1], request)
+        self.update(request)
+        self.enqueue(request.route[request.stage + 1], request)
         return True
 
     def _allocated(self, sender: Incarnation, request: Request, message: Allocated) -> bool:
         if sender != request.receiver or request.holder is None:
             return False
         register = self.cluster.instances[sender].register
-        self._update(replace(request, phase="pushing", slot=message.slot))
+        self.update(replace(request, phase="pushing", slot=message.slot))
         self.send(
             request.holder,
             Push(
@@ -167,9 +169,9 @@ class RouterMachine(Membership):
             return False
         self.do(Count("allocation_refused"))
         if message.permanent:
-            self._fail(request.id, "out_of_memory", f"no receiver can take its tensors: {message.reason}")
+            self.fail(request.id, "out_of_memory", f"no receiver can take its tensors: {message.reason}")
         else:
-            self._wait_again(request)
+            self.wait_again(request)
         return True
 
     def _pushed(self, sender: Incarnation, request: Request, message: Pushed) -> bool:
@@ -191,7 +193,7 @@ class RouterMachine(Membership):
             parameters=request.parameters,
         )
         self.send(request.receiver, ready)
-        self._update(
+        self.update(
             replace(
                 request,
                 phase="running",
@@ -215,10 +217,10 @@ class RouterMachine(Membership):
         self.send(request.receiver, evict)
         request = replace(request, push_failures=request.push_failures + 1)
         if request.push_failures >= _MAX_PUSH_FAILURES:
-            self._update(replace(request, phase="waiting", receiver=None, slot=None))
-            self._fail(request.id, "worker_error", f"its tensors could not be handed over: {message.reason}")
+            self.update(replace(request, phase="waiting", receiver=None, slot=None))
+            self.fail(request.id, "worker_error", f"its tensors could not be handed over: {message.reason}")
         else:
-            self._wait_again(request)
+            self.wait_again(request)
         return True
 
     @staticmethod
@@ -230,7 +232,7 @@ class RouterMachine(Membership):
 
     def _progress(self, sender: Incarnation, request: Request, message: Progress) -> bool:
         if sender == request.holder:
-            self._update(replace(request, step=message.step))
+            self.update(replace(request, step=message.step))
         return True
 
     def _done(self, sender: Incarnation, request: Request, message: Done) -> bool:
@@ -246,14 +248,14 @@ class RouterMachine(Membership):
             return False
         name = self.cluster.instances[sender].name
         self._stage_over(request)
-        self._update(replace(request, upstream=None, holder=None))
-        self._fail(request.id, message.code, f"{message.reason} ({name})" if message.code == "worker_error" else message.reason)
+        self.update(replace(request, upstream=None, holder=None))
+        self.fail(request.id, message.code, f"{message.reason} ({name})" if message.code == "worker_error" else message.reason)
         return True
 
     def _stage_over(self, request: Request) -> None:
         """The input of the stage that has just ended is not needed any more."""
         if request.upstream is not None:
-            self._release(request.upstream, request.key)
+            self.release(request.upstream, request.key)
 
     @staticmethod
     def _timed(request: Request, timings: StageTimings) -> tuple[StageRecord, ...]:
@@ -276,9 +278,9 @@ class RouterMachine(Membership):
                 if chosen is not None:
                     given.append(request_id)
                     self._give(chosen, request)
-                    continue
-                full.add(request.parameters.model)
-                if len(full) == len(self.cluster.models):
+                elif not self._is_being_evicted(role, request):
+                    full.add(request.parameters.model)
+                if full.issuperset(self.cluster.models):
                     break  # nobody further back can have more luck
             for request_id in given:
                 del queue[request_id]
@@ -287,9 +289,22 @@ class RouterMachine(Membership):
         """An instance of `role`; for a request without a route, one of the first pool of any route that is complete."""
         model = request.parameters.model
         if request.route:
-            return least_loaded(self.pool(role, model))
+            return least_loaded(self._receivers(role, request))
         complete = [route for route in ROUTES if all(self.pool(pool, model) for pool in route)]
         return least_loaded([instance for route in complete for instance in self.pool(route[0], model)])
+
+    def _receivers(self, role: Role, request: Request) -> list[tuple[Incarnation, Instance]]:
+        """Instances that may be asked for a slot: of those whose region is large enough, or if none is, of all."""
+        assert request.staged is not None, "what looks for a receiver is staged"
+        nbytes = request.staged.manifest.nbytes
+        pool = self.pool(role, request.parameters.model)
+        large = [entry for entry in pool if entry[1].register.slot_bytes >= nbytes]
+        return [entry for entry in large or pool if request.key not in entry[1].busy]
+
+    def _is_being_evicted(self, role: Role, request: Request) -> bool:
+        """An instance that gave it a slot has not answered `Evict` yet: until then it is not asked again, so that what
+        it says of this attempt means one slot only."""
+        return any(request.key in instance.busy for _, instance in self.pool(role, request.parameters.model))
 
     def _give(self, chosen: Incarnation, request: Request) -> None:
         instance = self.cluster.instances[chosen]
@@ -297,94 +312,13 @@ class RouterMachine(Membership):
         if request.phase == "queued":
             route = next(route for route in ROUTES if route[0] == instance.role)
             record = StageRecord(instance.role, instance.name, 0.0, 0.0, 0.0)
-            self._update(replace(request, phase="running", route=route, holder=chosen, stages=(record,)))
+            self.update(replace(request, phase="running", route=route, holder=chosen, stages=(record,)))
             self.send(chosen, Submit(request_id=request.id, attempt=request.attempt, parameters=request.parameters))
         else:
             assert request.staged is not None, "what waits for a receiver is staged"
-            self._update(replace(request, phase="allocating", receiver=chosen))
+            self.update(replace(request, phase="allocating", receiver=chosen))
             nbytes = request.staged.manifest.nbytes
             self.send(chosen, Allocate(request_id=request.id, attempt=request.attempt, nbytes=nbytes))
-
-    # ------------------------------------------------------------ ends and new attempts
-
-    def instance_lost(self, lost: Incarnation) -> None:
-        """Deal with the requests that a lost instance had a part in. Called after it left the cluster."""
-        self.cluster.closing = {slot for slot in self.cluster.closing if slot[0] != lost}
-        for request in list(self.cluster.requests.values()):
-            if request.receiver == lost:
-                self._wait_again(request)
-            elif request.holder == lost:
-                self._restart(request)
-            elif request.upstream == lost:
-                self._update(replace(request, upstream=None))  # its work is done
-
-    def _restart(self, request: Request) -> None:
-        """Begin again with another attempt, unless the request seems to be what kills instances."""
-        losses = request.losses + 1
-        if losses >= self.limits.max_losses:
-            self._update(replace(request, losses=losses))
-            self._fail(request.id, "worker_error", f"{losses} instances died while they worked on it; it is not tried again")
-            return
-        self._let_go(request)
-        again = Request(
-            request.id, request.parameters, request.submitted_at, request.deadline, attempt=request.attempt + 1, losses=losses
-        )
-        self._update(again)
-        self._enqueue(_FIRST, again)
-        self.do(Count("restarted"))
-
-    def _wait_again(self, request: Request) -> None:
-        """Look for another receiver."""
-        request = replace(request, phase="waiting", receiver=None, slot=None)
-        self._update(request)
-        self._enqueue(request.route[request.stage + 1], request)
-
-    def _fail(self, request_id: RequestId, code: FailureCode, message: str) -> None:
-        request = self.cluster.requests.get(request_id)
-        if request is not None:
-            self._let_go(request)
-            del self.cluster.requests[request_id]
-            self.do(Fail(request_id, code, message))
-
-    def _let_go(self, request: Request) -> None:
-        """Make everyone give up what they hold for this attempt."""
-        for queue in self.cluster.queues.values():
-            queue.pop(request.id, None)
-        request_id, attempt = request.key
-        if request.upstream is not None:
-            self._release(request.upstream, request.key)
-        if request.phase == "running" and request.holder is not None:
-            self.send(request.holder, Cancel(request_id=request_id, attempt=attempt))
-        elif request.holder is not None:
-            self._release(request.holder, request.key)
-        if request.receiver is None:
-            return
-        if request.phase == "pushing" and request.slot is not None:
-            if request.holder in self.cluster.instances:
-                self.cluster.closing.add((request.receiver, request.slot.lease))
-            self.send(
-                request.receiver,
-                Evict(request_id=request_id, attempt=attempt, lease=request.slot.lease, settled=False),
-            )
-        else:
-            self.send(request.receiver, Cancel(request_id=request_id, attempt=attempt))
-
-    def _release(self, holder: Incarnation, key: Key) -> None:
-        instance = self.cluster.instances.get(holder)
-        if instance is not None:
-            self.change(holder, retained=instance.retained - {key})
-            self.send(holder, Release(request_id=key[0], attempt=key[1]))
-
-    def _enqueue(self, role: Role, request: Request) -> None:
-        self.cluster.queues.setdefault(role, {})[request.id] = None
-
-    def _update(self, request: Request) -> None:
-        self.cluster.requests[request.id] = request
-
-    def send(self, to: Incarnation, message: RouterToRole) -> None:
-        """Tell an instance, unless it has left."""
-        if to in self.cluster.instances:
-            self.do(Send(to, message))
 
 
 HANDLERS: Final[dict[tuple[type, Phase], Callable[[RouterMachine, Incarnation, Request, Any], bool]]] = {

@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from diffcluster.ids import Incarnation, Role
-from diffcluster.messages import PROTOCOL_VERSION, Drained, Refused, Register, Registered
+from diffcluster.messages import PROTOCOL_VERSION, Drained, Refused, Register, Registered, RoleHeartbeat, RouterHeartbeat
 from diffcluster.router.actions import Action, Count, Note, Send
 from diffcluster.router.state import Cluster, Instance, Limits
 
@@ -24,6 +24,7 @@ class Membership:
         self.limits, self.cluster = limits, cluster
         self.now = 0.0
         self.actions: list[Action] = []
+        self._ticked = 0.0
 
     def register(self, sender: Incarnation, register: Register) -> None:
         """Take an instance in, or say why not. Known already: its answer was lost, so answer again."""
@@ -83,20 +84,44 @@ class Membership:
         self.change(sender, last_seen=self.now)
 
     def lose_silent(self) -> None:
-        """Take instances for lost that have missed their heartbeats."""
+        """Take instances for lost that have missed their heartbeats.
+
+        Not after a pause of the router's own: then it is we who could not hear, and all get another chance.
+        """
+        paused = self.now - self._ticked > self.limits.heartbeat_s
+        self._ticked = self.now
+        if paused:
+            for incarnation in list(self.cluster.instances):
+                self.seen(incarnation)
         horizon = self.now - _MISSED_HEARTBEATS * self.limits.heartbeat_s
         for incarnation in [i for i, instance in self.cluster.instances.items() if instance.last_seen < horizon]:
             self.lose(incarnation, f"is silent for {_MISSED_HEARTBEATS} heartbeats")
 
-    def lose(self, incarnation: Incarnation, why: str) -> None:
-        """Strike an instance off; what it worked on is taken up elsewhere."""
+    def count_heard(self, sender: Incarnation) -> None:
+        """One more message of `sender` has arrived."""
+        instance = self.cluster.instances.get(sender)
+        if instance is not None:
+            self.change(sender, heard=instance.heard + 1)
+
+    def beat(self, sender: Incarnation, beat: RoleHeartbeat) -> None:
+        """An instance lives. If something between it and us was lost, it has to begin anew: nobody knows what."""
+        instance = self.cluster.instances[sender]
+        if beat.cut or beat.said != instance.heard:
+            self.lose(sender, "was cut off for a moment: messages are missing", blame=False)
+            self.refuse_stranger(sender)
+        else:
+            self.change(sender, heartbeat=beat, full=False)
+            self.do(Send(sender, RouterHeartbeat(said=instance.said)))
+
+    def lose(self, incarnation: Incarnation, why: str, *, blame: bool = True) -> None:
+        """Strike an instance off; what it worked on is taken up elsewhere. `blame`: it may have died of that work."""
         instance = self._remove(incarnation)
         if instance is not None:
             self.do(Count("lost", instance.role))
             self.do(Note(f"{instance.name} is lost: it {why}", warning=True))
-            self.instance_lost(incarnation)
+            self.instance_lost(incarnation, blame=blame)
 
-    def instance_lost(self, lost: Incarnation) -> None:
+    def instance_lost(self, lost: Incarnation, *, blame: bool) -> None:
         """What follows for requests; the machine's part."""
         raise NotImplementedError
 

@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.05
 _REMEMBERED: Final = 1000
 _IDENTITY_BYTES: Final = 32
+_STALLED_HEARTBEATS: Final = 3
 
 
 class Result(Struct, frozen=True):
@@ -172,9 +173,13 @@ class DiffusionServer:
             case _Cancel():
                 self._step(events.GivenUp(item.request_id, item.reason, time.monotonic()))
             case _Look():
-                item.future.set_result(self._look())
+                if item.future.set_running_or_notify_cancel():
+                    item.future.set_result(self._look())
 
     def _admit(self, item: _Submit) -> None:
+        # From here on nobody else can end the future: a client that leaves is heard of by `_Cancel`.
+        if not item.future.set_running_or_notify_cancel():
+            return
         if len(self._waiting) >= self._config.max_requests:
             self._totals.ended["queue_full"] += 1
             item.future.set_exception(QueueFullError(f"{len(self._waiting)} requests wait already"))
@@ -194,9 +199,11 @@ class DiffusionServer:
         except WireError as error:
             self._bad_frame(frames[0], error)
             return
-        if isinstance(message, Done) and not self._collector.done(sender, message):
-            return  # heard when its files are all here
-        self._step(events.Heard(sender, message, time.monotonic()))
+        now = time.monotonic()
+        if isinstance(message, Done) and not self._collector.done(sender, message, now):
+            self._step(events.Announced(sender, now))
+        else:
+            self._step(events.Heard(sender, message, now))
 
     def _bulk(self, frames: list[bytes]) -> None:
         try:
@@ -208,12 +215,18 @@ class DiffusionServer:
             if request is None or request.key != (head.request_id, head.attempt) or request.holder != sender:
                 self._totals.counts["stale", "BulkPiece"] += 1
                 return
-            done = self._collector.piece(sender, head, frames[2])
         except WireError as error:
             self._bad_frame(frames[0], error)
             return
+        now = time.monotonic()
+        try:
+            done = self._collector.piece(sender, head, frames[2], now)
+        except WireError as error:
+            _log.warning("a file from %s is not whole: %s", sender, error)
+            self._step(events.Gone(sender, now))
+            return
         if done is not None:
-            self._step(events.Heard(sender, done, time.monotonic()))
+            self._step(events.Heard(sender, done, now, announced=True))
 
     def _bad_frame(self, peer: bytes, error: WireError) -> None:
         """Count it, and log the first of each peer. It is told, so that a mere mismatch of versions can be seen there."""
@@ -271,9 +284,12 @@ class DiffusionServer:
             self._ended.popitem(last=False)
 
     def _sweep(self) -> None:
-        """Drop files of attempts that nobody waits for: their sender died, or spoke too late."""
+        """Drop files of attempts that nobody waits for; give up senders whose files have stopped half-way."""
         if not len(self._collector):
             return
+        now = time.monotonic()
+        for sender in self._collector.stalled(now - _STALLED_HEARTBEATS * self._config.heartbeat_s):
+            self._step(events.Gone(sender, now))
         wanted: set[tuple[Incarnation, Key]] = {
             (request.holder, request.key) for request in self._machine.cluster.requests.values() if request.holder
         }

@@ -45,6 +45,9 @@ class Instance(Struct, frozen=True):
     busy: frozenset[Key] = frozenset()
     retained: frozenset[Key] = frozenset()
     given: int = 0
+    said: int = 0
+    heard: int = 0
+    """Messages to and from it since it registered, heartbeats and registration apart."""
     draining: bool = False
     full: bool = False
     """It refused a slot; ask no more until it reports that something became free."""
@@ -101,8 +104,9 @@ class Cluster(Struct):
     """Requests that wait for an instance of a pool, oldest first. Those new to the cluster wait at `encoder`."""
     deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
     """A heap."""
-    closing: set[tuple[Incarnation, LeaseId]] = field(default_factory=set)
-    """Slots of receivers whose request has ended while a sender may still write: they hear when it is over."""
+    closing: dict[tuple[Incarnation, LeaseId], Incarnation] = field(default_factory=dict)
+    """Slots of receivers whose request has ended while a sender may still write, and that sender: when it says that it
+    is over, they hear."""
 
     def pool(self, role: Role) -> list[tuple[Incarnation, Instance]]:
         """All instances of a role."""

@@ -19,7 +19,8 @@ class Mailbox(Generic[_Item]):
     def __init__(self, capacity: int = 10_000) -> None:
         self._items: deque[_Item] = deque()
         self._capacity = capacity
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may post while its own thread is in the middle of posting.
+        self._lock = threading.RLock()
         self._closed = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 

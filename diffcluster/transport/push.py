@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class PushResult(Struct, frozen=True):
-    """How a push ended. `error` is "" when all bytes arrived; else `settled` says whether none can arrive any more."""
+    """How a push ended. `error` is "" when all bytes arrived; `settled` and `source_held` are as in `TransferError`."""
 
     push: Push
     engine: EngineKind | None
@@ -33,6 +33,7 @@ class PushResult(Struct, frozen=True):
     seconds: float
     error: str = ""
     settled: bool = True
+    source_held: bool = False
 
 
 class Pusher:
@@ -40,7 +41,7 @@ class Pusher:
 
     def __init__(self, host: HostId, timeout_s: float, report: Callable[[PushResult], Any]) -> None:
         self._host, self._timeout_s, self._report = host, timeout_s, report
-        self._inbox: Mailbox[tuple[Push, npt.NDArray[np.uint8]] | None] = Mailbox()
+        self._inbox: Mailbox[tuple[Push, npt.NDArray[np.uint8], float] | None] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="push")
         self._senders: dict[EngineKind, Sender] = {}
         self._told: set[tuple[str, EngineKind]] = set()
@@ -50,8 +51,12 @@ class Pusher:
         self._thread.start()
 
     def push(self, push: Push, source: npt.NDArray[np.uint8]) -> None:
-        """Write `source` to the peer of `push`. `source` must stay as it is until the result is reported."""
-        if not self._inbox.post((push, source)):
+        """Write `source` to the peer of `push`. `source` must stay as it is until the result is reported.
+
+        The time-out runs from now: a push that has waited too long for others is not begun, since its slot may by then
+        be somebody else's.
+        """
+        if not self._inbox.post((push, source, time.monotonic() + self._timeout_s)):
             self._report(PushResult(push, None, source.nbytes, 0.0, "too many pushes are waiting"))
 
     def stop(self) -> None:
@@ -71,23 +76,26 @@ class Pusher:
             for sender in self._senders.values():
                 sender.stop()
 
-    def _write(self, push: Push, source: npt.NDArray[np.uint8]) -> PushResult:
+    def _write(self, push: Push, source: npt.NDArray[np.uint8], deadline: float) -> PushResult:
         started = time.monotonic()
         kind: EngineKind | None = None
-        error, settled = "", True
+        error, settled, held = "", True, False
         try:
             session = choose(self._host, push.host, push.sessions)
             kind = session.kind
             self._tell(push, kind)
             if kind not in self._senders:
                 self._senders[kind] = open_sender(kind)
-            self._senders[kind].write(session, push.slot, source, self._timeout_s)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TransferError(f"not begun within {self._timeout_s} s", settled=True)
+            self._senders[kind].write(session, push.slot, source, remaining)
         except TransferError as failure:
-            error, settled = str(failure), failure.settled
+            error, settled, held = str(failure), failure.settled, failure.source_held
         except Exception as failure:  # noqa: BLE001 - a bug in an engine must end this push, not all pushes
             _log.exception("push of %s failed", push.request_id)
-            error, settled = f"{type(failure).__name__}: {failure}", False
-        return PushResult(push, kind, source.nbytes, time.monotonic() - started, error, settled)
+            error, settled, held = f"{type(failure).__name__}: {failure}", False, True
+        return PushResult(push, kind, source.nbytes, time.monotonic() - started, error, settled, held)
 
     def _tell(self, push: Push, kind: EngineKind) -> None:
         if (push.incarnation, kind) not in self._told:

@@ -252,6 +252,6 @@ class RoleShell:
         self.after(QUARANTINE_S)
         for ledger in (self.machine.receive, self.machine.send):
             assert ledger.largest_free() == ledger.capacity
-        assert not self.machine._staged
+        assert not self.machine.staged
         assert not self.tensors
         assert not self.windows

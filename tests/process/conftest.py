@@ -14,6 +14,7 @@ import os
 import re
 import select
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -146,11 +147,16 @@ class Server:
             yield client
 
 
-@contextmanager
-def connected(url: str, timeout: float = 60.0) -> Iterator[Any]:
-    """A plain TCP connection to the router's HTTP port."""
-    import socket
+def file_of(response: httpx.Response) -> bytes:
+    """The one picture of a response that must be a success."""
+    assert response.status_code == 200, response.text
+    (image,) = response.json()["data"]
+    return base64.b64decode(image["b64_json"])
 
+
+@contextmanager
+def connected(url: str, timeout: float = 60.0) -> Iterator[socket.socket]:
+    """A plain TCP connection to the host and port of `url`."""
     where = httpx.URL(url)
     with socket.create_connection((where.host, where.port), timeout=timeout) as connection:
         yield connection

@@ -33,7 +33,7 @@ FROM_ROLE = [
     messages.Drain(),
 ]
 FROM_ROUTER = [
-    messages.Registered(heartbeat_s=1.0, bulk_port=1),
+    messages.Registered(fresh=True, heartbeat_s=1.0, bulk_port=1),
     messages.Refused(again=True, reason="not registered"),
     messages.RouterHeartbeat(),
     messages.Submit(**OF_REQUEST, parameters=parameters(extra={"x": 1.0})),

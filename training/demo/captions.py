@@ -28,6 +28,9 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "brown": (130, 85, 50),
 }
 
+SMALL, BIG = 0.82, 0.94
+"""Scales below and above which a subject may be called small or big."""
+
 TEMPLATES = (
     "{x}",
     "{bare}",
@@ -152,9 +155,9 @@ def _invented(rng: random.Random) -> str:
 def _described(rng: random.Random, name: str, view: View) -> str:
     """The noun phrase, with adjectives and a size word now and then."""
     words = [rng.choice(_ADJECTIVES) for _ in range(rng.choices((0, 1, 2), (7, 3, 1))[0])]
-    if view.scale < 0.68 and rng.random() < 0.5:
+    if view.scale < SMALL and rng.random() < 0.5:
         words.append(rng.choice(("small", "tiny", "little")))
-    if view.scale > 0.92 and rng.random() < 0.5:
+    if view.scale > BIG and rng.random() < 0.5:
         words.append(rng.choice(("big", "large", "huge")))
     rng.shuffle(words)
     if not words:
@@ -223,7 +226,7 @@ def said(text: str, view: View) -> tuple[int, int]:
     """
     words = set(text.replace(",", " ").replace(".", " ").split())
     size = (
-        1 if words & {"small", "tiny", "little"} and view.scale < 0.68 else 2 if words & {"big", "large", "huge"} else 0
+        1 if words & {"small", "tiny", "little"} and view.scale < SMALL else 2 if words & {"big", "large", "huge"} else 0
     )
     # A colour is also part of some names; only a ground is told by these words.
     before, after = r"\b(on|with|against)( an?)? ", " (background|backdrop|wall)"

@@ -22,14 +22,18 @@ class Renderer:
 
     def __init__(self, subjects: list[Subject], font: Path = FONT) -> None:
         self.subjects = subjects
-        self.scales = tuple(round(0.6 + 0.05 * i, 2) for i in range(9))
+        self.scales = tuple(round(0.76 + 0.04 * i, 2) for i in range(7))
         truetype = ImageFont.truetype(str(font), _STRIKE)
         glyphs = [_glyph(subject.glyph, truetype) for subject in subjects]
         self._bitmaps = [[_fit(glyph, round(scale * SIZE)) for scale in self.scales] for glyph in glyphs]
 
-    def sample(self, rng: random.Random, index: int) -> tuple[np.ndarray, View]:
-        """A random view of subject `index`: uint8 array of shape (SIZE, SIZE, 3), and what it shows."""
-        scale = rng.randrange(len(self.scales))
+    def sample(self, rng: random.Random, index: int, spread: float = 1.0) -> tuple[np.ndarray, View]:
+        """A random view of subject `index`: uint8 array of shape (SIZE, SIZE, 3), and what it shows.
+
+        `spread`, 0..1, bounds how far sizes go below the full one, and so how far from the middle a subject stands.
+        """
+        last = len(self.scales) - 1
+        scale = rng.randint(round((1 - spread) * last), last)
         colour = "white" if rng.random() < 0.2 else rng.choice(list(COLOURS))
         flip = self.subjects[index].mirrors and rng.random() < 0.5
         rgb = tuple(min(255, max(0, channel + rng.randint(-8, 8))) for channel in COLOURS[colour])

@@ -55,4 +55,6 @@ def on_http_exception(request: Request[Any, Any, Any], error: HTTPException) -> 
 def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
     """A bug of ours. The log says what; the client does not learn our internals."""
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(500, "the server failed on this request; its log says why", "server_error", "internal_error", retry=False)
+    return error_response(
+        500, "the server failed on this request; its log says why", "server_error", "internal_error", retry=False
+    )

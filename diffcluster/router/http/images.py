@@ -35,8 +35,9 @@ class _BodySchema(Schema):
     """What msgspec says of `ImageRequest`, as it is."""
 
     def to_schema(self) -> dict[str, Any]:
-        (_,), components = msgspec.json.schema_components([ImageRequest])
-        return components["ImageRequest"]
+        _, components = msgspec.json.schema_components([ImageRequest])
+        schema: dict[str, Any] = components["ImageRequest"]
+        return schema
 
 
 @dataclass
@@ -100,7 +101,8 @@ class _Batch:
             await asyncio.gather(*futures, return_exceptions=True)
             raise
         finally:
-            self.watched.pop(self.client_id, None)
+            if self.watched.get(self.client_id) is self.ids:  # not those of another request with the same id
+                del self.watched[self.client_id]
 
     def cancel(self, reason: str) -> None:
         """Give up all that have not ended."""

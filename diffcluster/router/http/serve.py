@@ -48,6 +48,8 @@ def run(config: RouterConfig, ready_fd: int | None = None) -> int:
                 app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=5, server_header=False
             )
             uvicorn_server = uvicorn.Server(settings)
+            if fatal:  # it failed before there was anything to stop
+                uvicorn_server.should_exit = True
             port = listener.getsockname()[1]
             host = f"[{config.host}]" if ":" in config.host else config.host
             _log.info("HTTP on http://%s:%d, roles on tcp://%s:%d", host, port, config.control_host, server.control_port)

@@ -8,6 +8,7 @@ the sender's `write` has returned, however it did, it writes no more.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import selectors
@@ -31,6 +32,9 @@ __all__ = ["ShmReceiver", "ShmSender", "open_receiver", "open_sender"]
 _SIZE: Final = struct.Struct("!Q")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _CONNECT_S: Final = 5.0
+_PAUSE_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 def open_receiver(arena: Arena, options: EngineOptions) -> ShmReceiver:
@@ -57,6 +61,7 @@ class ShmReceiver:
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._wake, self._woken = socket.socketpair()
+        self._pause = threading.Event()  # never set: a way to wait
         self._thread = threading.Thread(target=self._serve, name="shm-receiver", daemon=True)
         self._thread.start()
 
@@ -98,7 +103,12 @@ class ShmReceiver:
                     key.fileobj.close()
 
     def _accept(self, selector: selectors.BaseSelector, peers: set[socket.socket]) -> None:
-        peer, _ = self._listener.accept()
+        try:
+            peer, _ = self._listener.accept()
+        except OSError as error:  # gone already, or no descriptors left: the others go on
+            _log.warning("shm engine: accept failed: %s", error)
+            self._pause.wait(_PAUSE_S)
+            return
         _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid():
             peer.close()
@@ -134,8 +144,8 @@ class _Peer:
 
     def _map(self, size: int, fd: int) -> None:
         try:
-            if os.fstat(fd).st_size < size:
-                raise TransferError("the receiver's region is smaller than it says", settled=True)
+            if not 0 < size <= os.fstat(fd).st_size:
+                raise TransferError("the receiver's region is not of the size it says", settled=True)
             self.array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
         finally:
             os.close(fd)
@@ -184,13 +194,12 @@ class ShmSender:
             self._drop(name)
 
     def _peer(self, name: str) -> _Peer:
-        peer = self._peers.get(name)
-        if peer is not None and not peer.alive():
-            self._drop(name)
-            peer = None
-        if peer is None:
-            peer = self._peers[name] = _Peer(name)
-        return peer
+        # A dead peer's name never comes again: whatever is dead goes, or its memory would stay mapped for ever.
+        for dead in [known for known, peer in self._peers.items() if not peer.alive()]:
+            self._drop(dead)
+        if name not in self._peers:
+            self._peers[name] = _Peer(name)
+        return self._peers[name]
 
     def _drop(self, name: str) -> None:
         self._peers.pop(name).close()

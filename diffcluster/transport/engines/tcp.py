@@ -35,6 +35,7 @@ _MAGIC: Final = b"DCT1"
 _WRITTEN: Final = b"\x00"
 _REJECTED: Final = b"\x01"
 _CONNECT_S: Final = 5.0
+_PAUSE_S: Final = 0.1
 _MAX_CONNECTIONS: Final = 256
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class TcpReceiver:
         self._windows: dict[LeaseId, _Window] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._stopping = False
+        self._pause = threading.Event()  # never set: a way to wait
         self._acceptor = threading.Thread(target=self._accept, name="tcp-receiver", daemon=True)
         self._acceptor.start()
 
@@ -129,6 +131,7 @@ class TcpReceiver:
                 if self._stopping:
                     return
                 _log.warning("tcp engine: accept failed: %s", error)
+                self._pause.wait(_PAUSE_S)
                 continue
             with self._lock:
                 if self._stopping or len(self._connections) >= _MAX_CONNECTIONS:
@@ -143,6 +146,7 @@ class TcpReceiver:
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 while self._serve_one(connection):
                     pass
         except OSError as error:
@@ -219,10 +223,10 @@ class TcpSender:
             self._drop(address)
 
     def _connection(self, address: str) -> socket.socket:
+        # A receiver that was started again has another address: whatever was closed goes, not only what is needed now.
+        for closed in [known for known, connection in self._connections.items() if not _is_idle(connection)]:
+            self._drop(closed)
         connection = self._connections.get(address)
-        if connection is not None and not _is_idle(connection):
-            self._drop(address)
-            connection = None
         if connection is None:
             try:
                 connection = socket.create_connection(_split(address), timeout=_CONNECT_S)
