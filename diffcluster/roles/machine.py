@@ -113,10 +113,6 @@ class RoleMachine(Holdings):
     def _on_ready(self, event: Ready) -> None:
         job = self.job(event)
         if job is None or job.phase != "leased" or job.slot is None or job.slot.lease != event.lease:
-            reason = f"there is no lease {event.lease} of this request"
-            self.say(
-                Failed(request_id=event.request_id, attempt=event.attempt, code="worker_error", reason=reason)
-            )
             return
         self.do(SealWindow(job.slot))
         try:

@@ -161,7 +161,7 @@ class RoleShell:
             request_id=push.request_id, attempt=push.attempt, receiver=push.incarnation, lease=push.slot.lease,
             engine="tcp", nbytes=1, seconds=0.0,
         )  # fmt: skip
-        return self.step(jobs.PushEnded(push, answer, True))
+        return self.step(jobs.PushEnded(push, answer, False))
 
     def push_failed(self, index: int = 0, *, settled: bool) -> list[Any]:
         push = self.pushes.pop(index).push
@@ -173,7 +173,7 @@ class RoleShell:
             request_id=push.request_id, attempt=push.attempt, receiver=push.incarnation, lease=push.slot.lease,
             settled=settled, reason="no",
         )  # fmt: skip
-        return self.step(jobs.PushEnded(push, answer, settled))
+        return self.step(jobs.PushEnded(push, answer, not settled))
 
     # ------------------------------------------------------------ what must always hold
 

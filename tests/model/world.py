@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from diffcluster import messages as m
 from diffcluster.ids import Incarnation, RequestId, Role
 from diffcluster.router import events
@@ -57,6 +59,7 @@ class RoleState(NamedTuple):
     number: int
     registered: bool = True
     alive: bool = True
+    crashed: bool = False
     jobs: frozenset[Job] = frozenset()
     quarantined: frozenset[int] = frozenset()
     leases: int = 0
@@ -171,9 +174,9 @@ class World:
             elif state.alive and state.registered and (known is None or known.full) and not self.down[incarnation]:
                 yield ("beat", incarnation)
             if not state.alive:
-                if known is not None and not state.registered:
+                if known is not None and state.crashed:
                     yield ("notice", incarnation)
-                if self.budget.restarts and not state.registered:
+                if self.budget.restarts and state.crashed:
                     yield ("restart", incarnation)
                 continue
             if self.down[incarnation]:
@@ -263,7 +266,10 @@ class World:
     def _hear(self, sender: Incarnation) -> None:
         said, *rest = self.up[sender]
         self.up[sender] = tuple(rest)
-        self._route(events.Heard(sender, build(said), 0.0))
+        message = build(said)
+        if said[0] == "RoleHeartbeat" and sender in self.cluster.instances:
+            message = replace(message, said=self.cluster.instances[sender].heard)  # links lose nothing here
+        self._route(events.Heard(sender, message, 0.0))
 
     def _notice(self, instance: Incarnation) -> None:
         self._route(events.Gone(instance, 0.0))
@@ -284,7 +290,9 @@ class World:
     # ------------------------------------------------------------ roles
 
     def _say(self, role: Incarnation, *said: Any) -> None:
-        self.up[role] += (said,)
+        """While the router does not count on a role, what it says is void, except that it registers."""
+        if self.roles[role].registered or said[0] == "Register":
+            self.up[role] += (said,)
 
     def _set(self, role: Incarnation, **fields: Any) -> None:
         self.roles[role] = self.roles[role]._replace(**fields)
@@ -321,7 +329,7 @@ class World:
     def _crash(self, role: Incarnation) -> None:
         self._spend(crashes=self.budget.crashes - 1)
         self._end(role)
-        self._set(role, registered=False)
+        self._set(role, crashed=True)
 
     def _end(self, role: Incarnation) -> None:
         self._set(role, alive=False, jobs=frozenset(), quarantined=frozenset())
@@ -453,7 +461,10 @@ class World:
             self._give_up(role, job)
         self._say(role, "Register", *self._who(role))
 
-    def _take_registered(self, role: Incarnation) -> None:
+    def _take_registered(self, role: Incarnation, fresh: bool) -> None:
+        if fresh:
+            for job in self.roles[role].jobs:
+                self._give_up(role, job)
         self._set(role, registered=True)
 
     def _take_routerheartbeat(self, role: Incarnation) -> None:
@@ -480,6 +491,8 @@ def brief(message: Any) -> Said:
             return (name, message.request_id, message.attempt)
         case m.Refused():
             return (name, message.again)
+        case m.Registered():
+            return (name, message.fresh)
     return (name,)
 
 

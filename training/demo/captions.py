@@ -28,7 +28,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "brown": (130, 85, 50),
 }
 
-SMALL, BIG = 0.82, 0.94
+SMALL, BIG = 0.9, 0.98
 """Scales below and above which a subject may be called small or big."""
 
 TEMPLATES = (

@@ -22,7 +22,7 @@ class Renderer:
 
     def __init__(self, subjects: list[Subject], font: Path = FONT) -> None:
         self.subjects = subjects
-        self.scales = tuple(round(0.76 + 0.04 * i, 2) for i in range(7))
+        self.scales = tuple(round(0.88 + 0.03 * i, 2) for i in range(5))
         truetype = ImageFont.truetype(str(font), _STRIKE)
         glyphs = [_glyph(subject.glyph, truetype) for subject in subjects]
         self._bitmaps = [[_fit(glyph, round(scale * SIZE)) for scale in self.scales] for glyph in glyphs]
