@@ -132,16 +132,8 @@ MUTANTS: dict[str, tuple[type, str, str, str, Callable[[], World]]] = {
     "a finished stage's input is not released": (
         RouterMachine, "_stage_over", "request.upstream is not None", "False", WORLDS["one request, nothing goes wrong"],
     ),
-    "a running holder is not cancelled": (
-        Endings, "let_go", 'request.phase == "running" and request.holder is not None', "False",
-        WORLDS["cancelled at any time"],
-    ),
     "a lost receiver is waited for": (
         Endings, "instance_lost", "request.receiver == lost", "False", WORLDS["one of two instances dies"],
-    ),
-    "who said that it is done does not matter": (
-        RouterMachine, "_done", "sender != request.holder or ", "",
-        WORLDS["one of two instances dies"],
     ),
 }  # fmt: skip
 

@@ -173,6 +173,15 @@ def _trained_autoencoder(data: Data, arguments: argparse.Namespace) -> Autoencod
     return vae
 
 
+def _tokenizer(data: Data, arguments: argparse.Namespace) -> CLIPTokenizer:
+    """Learnt once and kept: a text encoder understands no other, and a change of the captions would make another."""
+    saved = arguments.out / "tokenizer"
+    if dist.get_rank() == 0 and not saved.exists():
+        build.tokenizer(captions.corpus(data.subjects, random.Random(0), 40_000)).save_pretrained(saved)
+    dist.barrier()
+    return CLIPTokenizer.from_pretrained(saved)
+
+
 def _trained_text(data: Data, tokenizer: CLIPTokenizer, arguments: argparse.Namespace) -> CLIPTextModel:
     """The text encoder, learnt from captions alone: from the mean of its output, heads name subject, ground and size.
 
@@ -229,7 +238,7 @@ class Trainer:
 
     def __init__(self, data: Data, vae: AutoencoderTiny, arguments: argparse.Namespace) -> None:
         self.data, self.vae, self.arguments = data, vae.eval(), arguments
-        self.tokenizer = build.tokenizer(captions.corpus(data.subjects, random.Random(0), 40_000))
+        self.tokenizer = _tokenizer(data, arguments)
         self.text = _trained_text(data, self.tokenizer, arguments).eval()
         self.unet = build.unet()
         self.scheduler = build.scheduler()

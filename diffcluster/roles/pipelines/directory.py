@@ -86,7 +86,7 @@ class ModelDirectory:
         try:
             loaded = cls.from_pretrained(str(folder), **options)
         except Exception as error:  # the libraries raise whatever their parsers do
-            raise ModelError(component, f"cannot be loaded from {folder}: {type(error).__name__}: {error}") from error
+            raise ModelError(component, f"cannot be loaded from {folder}: {_one_line(error)}") from error
         return loaded.eval() if isinstance(loaded, torch.nn.Module) else loaded
 
     def _json(self, file: str, component: str) -> dict[str, Any]:
@@ -106,3 +106,8 @@ class ModelDirectory:
         for path in sorted(self.path.rglob("*.json")):
             digest.update(str(path.relative_to(self.path)).encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()[:12]
+
+
+def _one_line(error: Exception) -> str:
+    """An exception of a library, whose text may have many lines."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
