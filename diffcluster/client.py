@@ -10,6 +10,7 @@ OpenAI's own client works as well; this one knows our fields, our errors and the
 from __future__ import annotations
 
 import base64
+import ssl
 from types import TracebackType
 from typing import Any, Final
 
@@ -22,6 +23,12 @@ __all__ = ["ApiError", "AsyncClient", "Client", "GeneratedImage"]
 
 _TIMEOUT: Final = httpx.Timeout(None, connect=5.0)  # the router bounds how long a picture may take
 _LOOK_S: Final = 5.0  # but looking at it takes no time
+
+
+def _options(url: str) -> dict[str, Any]:
+    # Reading the machine's certificates takes longer than a request: plain HTTP does without.
+    verify: bool | ssl.SSLContext = True if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return {"base_url": url, "timeout": _TIMEOUT, "trust_env": False, "verify": verify}
 
 
 class ApiError(DiffclusterError):
@@ -65,7 +72,7 @@ class Client:
     """Blocking. Proxies of the environment are not used: a cluster is reached directly."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=_TIMEOUT, trust_env=False)
+        self._http = httpx.Client(**_options(url))
 
     def generate(self, prompt: str, *, request_id: str | None = None, **fields: Any) -> list[GeneratedImage]:
         """POST /v1/images/generations with `fields` as they are; raises `ApiError`."""
@@ -96,7 +103,7 @@ class AsyncClient:
     """The same for asyncio."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, trust_env=False)
+        self._http = httpx.AsyncClient(**_options(url))
 
     async def generate(self, prompt: str, *, request_id: str | None = None, **fields: Any) -> list[GeneratedImage]:
         """POST /v1/images/generations with `fields` as they are; raises `ApiError`."""

@@ -72,7 +72,9 @@ def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., An
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
     scope: dict[str, Any] = {}
-    code = compile("from __future__ import annotations\n" + source.replace(old, new), f"<mutant of {function.__name__}>", "exec")
+    code = compile(
+        "from __future__ import annotations\n" + source.replace(old, new), f"<mutant of {function.__name__}>", "exec"
+    )
     exec(code, function.__globals__ | {}, scope)
     made: Callable[..., Any] = scope[function.__name__]
     return made

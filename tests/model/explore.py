@@ -40,7 +40,9 @@ def explore(world: World, limit: int = 100_000) -> int:
     return len(way)
 
 
-def _can_all_end(way: dict[object, tuple[object, Any]], before: dict[object, list[object]], rests: list[object]) -> None:
+def _can_all_end(
+    way: dict[object, tuple[object, Any]], before: dict[object, list[object]], rests: list[object]
+) -> None:
     """From the states at rest backwards, along steps that happen by themselves, every state must be found."""
     good, todo = set(rests), list(rests)
     while todo:
@@ -50,7 +52,9 @@ def _can_all_end(way: dict[object, tuple[object, Any]], before: dict[object, lis
                 todo.append(key)
     stuck = next((key for key in way if key not in good), None)
     if stuck is not None:
-        raise ViolationError(f"{len(way) - len(good)} of {len(way)} states can never come to rest, the first after\n{_story(way, stuck)}")
+        raise ViolationError(
+            f"{len(way) - len(good)} of {len(way)} states can never come to rest, the first after\n{_story(way, stuck)}"
+        )
 
 
 def _story(way: dict[object, tuple[object, Any]], key: object, *last: Any) -> str:

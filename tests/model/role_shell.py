@@ -64,8 +64,9 @@ class RoleShell:
                     del self.windows[action.slot.lease]
                     closed = jobs.WindowClosed(action.key, action.slot.lease, self.fences or action.settled)
                     self._perform(self.machine.step(closed, self.now))
+                case jobs.SealWindow():
+                    del self.windows[action.slot.lease]
                 case jobs.StartLoad():
-                    del self.windows[action.slot.lease]  # the one write that it allows has been made
                     self.loads.append(action)
                 case jobs.StartCompute():
                     self.tensors.discard(action.key)
@@ -186,6 +187,10 @@ class RoleShell:
         self._check_ledger(machine.send, outputs, "send")
         self._check_threads()
         self._check_idle()
+        leased = {job.slot.lease for job in machine.jobs.values() if job.phase == "leased" and job.slot is not None}
+        assert set(self.windows) == leased, "peers may write into a slot exactly while it is leased"
+        for job in machine.jobs.values():
+            assert (job.slot is not None) == (job.phase in ("leased", "ready", "loading")), "a slot is free once loaded"
         for key, counts in self.outcomes.items():
             ends = sum(counts.values()) - counts["Cancelled"]
             assert ends <= 1, f"{key} ended as {counts}"
@@ -246,7 +251,11 @@ class RoleShell:
                     self.evict(name, job.slot.lease if job.slot else 0, settled=True)
                 elif job.phase == "staged":
                     self.release(name)
-            for complete, work in ((self.loaded, self.loads), (self.computed, self.computes), (self.pushed, self.pushes)):
+            for complete, work in (
+                (self.loaded, self.loads),
+                (self.computed, self.computes),
+                (self.pushed, self.pushes),
+            ):
                 if work:
                     complete()
         self.after(QUARANTINE_S)

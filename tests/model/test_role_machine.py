@@ -6,12 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from diffcluster.ids import LeaseId, RequestId
-from diffcluster.messages import Allocated, Failed, PushFailed
+from diffcluster.messages import Failed, PushFailed
+from diffcluster.roles.machine import RoleMachine
 from diffcluster.transport.slots import GRANULE
 from tests.model.role_shell import QUARANTINE_S, RoleShell
 from tests.support import mutant
@@ -122,7 +130,6 @@ def test_a_manifest_that_does_not_fit_its_slot_fails_the_request(role: RoleShell
     role.allocate("a")
     [failed] = role.ready("a", nbytes=2 * GRANULE)
     assert (failed.code, role.machine.jobs) == ("worker_error", {})
-    role.windows.clear()  # the engine's own end of the one write
 
 
 def test_a_load_that_fails_frees_the_slot(role: RoleShell) -> None:
@@ -237,7 +244,6 @@ def test_cancelled_while_it_waits_to_be_loaded(role: RoleShell) -> None:
         role.ready(name)
     assert names(role.cancel("b")) == ["Cancelled"]
     assert role.machine.receive.bytes_by_state()["free"] == 7 * GRANULE
-    role.windows.clear()
 
 
 @pytest.mark.parametrize("end", [RoleShell.loaded, RoleShell.load_failed])
@@ -361,7 +367,6 @@ class AnyOrder(RuleBasedStateMachine):
     def ready(self, index: int, output: int, granules: int) -> None:
         if name := self._pick(index, "leased"):
             self.role.ready(name, output, granules * GRANULE)
-            self.role.windows = {lease: key for lease, key in self.role.windows.items() if key in self.role.machine.jobs}
 
     @rule(index=st.integers(0, 100), settled=st.booleans(), fences=st.booleans())
     def evict(self, index: int, settled: bool, fences: bool) -> None:
@@ -386,7 +391,6 @@ class AnyOrder(RuleBasedStateMachine):
         if name is not None and name not in self.cancels:
             self.cancels.add(name)
             self.role.cancel(name)
-            self.role.windows = {lease: key for lease, key in self.role.windows.items() if key in self.role.machine.jobs}
 
     @precondition(lambda self: self.role.loads)
     @rule(works=st.booleans())
@@ -427,3 +431,30 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+# ---------------------------------------------------------------- guards that are taken away
+
+MUTANTS = {
+    "a source that is still read is freed": ("_on_push_ended", "job.source_held or event.source_held", "False"),
+    "a slot that is still written is freed": ("_on_window_closed", "if event.fenced:", "if True:"),
+    "a loaded slot is kept": ("_on_loaded", "self.free_slot(job)", "pass"),
+    "two compute at a time": ("_advance", 'not any(job.phase == "computing" for job in self.jobs.values())', "True"),
+    "nothing is loaded ahead": ("_advance_load", "ahead < _LOAD_AHEAD", "ahead < 0"),
+    "a late ready is taken": ("_on_ready", ' or job.phase != "leased"', ""),
+    "a cancelled load goes on": ("_on_cancel", 'elif job.phase == "loading":', "elif False:"),
+}
+SHORT = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck), print_blob=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_missing_guard_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method, old, new = MUTANTS[name]
+    monkeypatch.setattr(RoleMachine, method, mutant(getattr(RoleMachine, method), old, new))
+    with pytest.raises(Exception):  # noqa: B017 - however it is noticed
+        run_state_machine_as_test(AnyOrder, settings=SHORT)

@@ -37,7 +37,12 @@ WORLDS: dict[str, Callable[[], World]] = {
     "the only instance dies and is started again": lambda: World(ONE, 1, Budget(crashes=1, restarts=1)),
     "an instance is cut off and comes back": lambda: World(ONE, 1, Budget(cuts=1)),
     "one of two instances leaves": lambda: World(TWO, 1, Budget(drains=1)),
-    "two requests, one of two dies, one is cancelled": lambda: World({"monolithic": 2}, 2, Budget(crashes=1, cancels=1)),
+    "an instance is cut off, and the client leaves": lambda: World(ONE, 1, Budget(cuts=1, cancels=1)),
+    "two requests want one slot, and one is cancelled": lambda: World(ONE, 2, Budget(cancels=1), slots=1),
+    "two requests want one slot, and a write may still land": lambda: World(ONE, 2, Budget(lost_writes=1), slots=1),
+    "two requests, one of two dies, one is cancelled": lambda: World(
+        {"monolithic": 2}, 2, Budget(crashes=1, cancels=1)
+    ),
 }
 
 

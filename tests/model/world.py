@@ -161,7 +161,9 @@ class World:
         instances_hold = any(x.busy or x.retained for x in cluster.instances.values())
         roles_hold = any(state.alive and (state.jobs or state.quarantined) for state in self.roles.values())
         under_way = self.writes or any(self.up.values()) or any(self.down.values())
-        return self.answers == (1,) * len(self.answers) and not (router_holds or instances_hold or roles_hold or under_way)
+        return self.answers == (1,) * len(self.answers) and not (
+            router_holds or instances_hold or roles_hold or under_way
+        )
 
     # ------------------------------------------------------------ steps
 
@@ -195,7 +197,9 @@ class World:
 
     def _may_begin_to_write(self, receiver: Incarnation, lease: int) -> bool:
         """Whether a sender writes in good faith, or was told to: a quarantine is longer than that can take."""
-        told = any(said[0] == "Push" and said[3:] == (receiver, lease) for queue in self.down.values() for said in queue)
+        told = any(
+            said[0] == "Push" and said[3:] == (receiver, lease) for queue in self.down.values() for said in queue
+        )
         return told or any(write.to == (receiver, lease) and not write.ghost for write in self.writes)
 
     def other_steps(self) -> Iterator[tuple[Any, ...]]:
@@ -403,7 +407,9 @@ class World:
         self._put(role, Job(key, "leased", lease))
         self._say(role, "Allocated", *key, lease)
 
-    def _take_push(self, role: Incarnation, request_id: RequestId, attempt: int, receiver: Incarnation, lease: int) -> None:
+    def _take_push(
+        self, role: Incarnation, request_id: RequestId, attempt: int, receiver: Incarnation, lease: int
+    ) -> None:
         job = self.roles[role].job((request_id, attempt))
         if job is None or job.phase != "staged":
             self._say(role, "PushFailed", request_id, attempt, receiver, lease, True)
@@ -504,7 +510,9 @@ def build(said: Said) -> Any:
         role, number, incarnation = rest
         return register(role, number, incarnation=incarnation)
     if name == "RoleHeartbeat":
-        return m.RoleHeartbeat(queued=0, running=0, receive_free=0, receive_quarantined=0, send_free=0, resident_bytes=0)
+        return m.RoleHeartbeat(
+            queued=0, running=0, receive_free=0, receive_quarantined=0, send_free=0, resident_bytes=0
+        )
     if name == "Drain":
         return m.Drain()
     fields: dict[str, Any] = {"request_id": rest[0], "attempt": rest[1]}

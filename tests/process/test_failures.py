@@ -117,53 +117,49 @@ def denoising(server: Server, request_id: str, other_than: str = "") -> str:
 # ---------------------------------------------------------------- death, with nothing to do
 
 
+@pytest.fixture(scope="class", params=["encoder-1", "denoiser-2", "decoder-1"])
+def role_death(request: pytest.FixtureRequest, whole: None, fragile: LocalCluster, victim: Server) -> dict[str, Any]:
+    """Kills a role, notes what is seen meanwhile, and has it started again."""
+    name: str = request.param
+    before = fragile.pids
+    os.kill(before[name], signal.SIGKILL)
+    eventually(lambda: name not in victim.instances(), timeout=LOST_S)
+    seen = {"health": victim.get("/health"), "ready": victim.get("/ready")}
+    heal(fragile, victim)
+    return seen | {"name": name, "before": before}
+
+
 class TestRoleDies:
-    """The fixture kills, notes what it sees meanwhile, and has the role started again."""
-
-    @pytest.fixture(scope="class", params=["encoder-1", "denoiser-2", "decoder-1"])
-    def death(
-        self, request: pytest.FixtureRequest, whole: None, fragile: LocalCluster, victim: Server
-    ) -> dict[str, Any]:
-        name: str = request.param
-        before = fragile.pids
-        os.kill(before[name], signal.SIGKILL)
-        eventually(lambda: name not in victim.instances(), timeout=LOST_S)
-        seen = {"health": victim.get("/health"), "ready": victim.get("/ready")}
-        heal(fragile, victim)
-        return seen | {"name": name, "before": before}
-
     @pytest.mark.usefixtures("then_right")
-    def test_it_is_noticed_and_started_again(self, death: dict[str, Any], fragile: LocalCluster) -> None:
-        name, before = death["name"], death["before"]
+    def test_it_is_noticed_and_started_again(self, role_death: dict[str, Any], fragile: LocalCluster) -> None:
+        name, before = role_death["name"], role_death["before"]
         missing = [] if name == "denoiser-2" else [name.partition("-")[0]]
-        assert death["health"].status_code == 200
-        assert death["health"].json()["status"] == ("degraded" if missing else "ok")
-        assert death["ready"].status_code == (503 if missing else 200)
-        assert death["ready"].json()["missing"] == missing
+        assert role_death["health"].status_code == 200
+        assert role_death["health"].json()["status"] == ("degraded" if missing else "ok")
+        assert role_death["ready"].status_code == (503 if missing else 200)
+        assert role_death["ready"].json()["missing"] == missing
         assert {other for other, pid in fragile.pids.items() if before[other] != pid} == {name}
 
 
-class TestRouterDies:
-    """Once while nothing happens, once in the middle of a request."""
-
-    @pytest.fixture(scope="class", params=["idle", "busy"])
-    def death(
-        self, request: pytest.FixtureRequest, whole: None, fragile: LocalCluster, victim: Server
-    ) -> dict[str, int]:
-        before = fragile.pids
-        if request.param == "idle":
+@pytest.fixture(scope="class", params=["idle", "busy"])
+def router_death(request: pytest.FixtureRequest, whole: None, fragile: LocalCluster, victim: Server) -> dict[str, int]:
+    """Kills the router, once while nothing happens, once in the middle of a request."""
+    before = fragile.pids
+    if request.param == "idle":
+        os.kill(before["router"], signal.SIGKILL)
+    else:
+        with asked(victim, ENDLESS) as (request_id, future):
+            denoising(victim, request_id)
             os.kill(before["router"], signal.SIGKILL)
-        else:
-            with asked(victim, ENDLESS) as (request_id, future):
-                denoising(victim, request_id)
-                os.kill(before["router"], signal.SIGKILL)
-                assert isinstance(future.exception(timeout=60), httpx.TransportError)
-        heal(fragile, victim)
-        return before
+            assert isinstance(future.exception(timeout=60), httpx.TransportError)
+    heal(fragile, victim)
+    return before
 
+
+class TestRouterDies:
     @pytest.mark.usefixtures("then_right")
-    def test_roles_register_again_by_themselves(self, death: dict[str, int], fragile: LocalCluster) -> None:
-        assert {name for name, pid in fragile.pids.items() if death[name] != pid} == {"router"}
+    def test_roles_register_again_by_themselves(self, router_death: dict[str, int], fragile: LocalCluster) -> None:
+        assert {name for name, pid in fragile.pids.items() if router_death[name] != pid} == {"router"}
 
 
 # ---------------------------------------------------------------- in the middle of a request

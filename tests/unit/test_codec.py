@@ -39,7 +39,12 @@ FROM_ROUTER = [
     messages.Submit(**OF_REQUEST, parameters=parameters(extra={"x": 1.0})),
     messages.Allocate(**OF_REQUEST, nbytes=4096),
     messages.Push(
-        **OF_REQUEST, receiver="denoiser-1", incarnation=incarnation(2), host="h", sessions=register().sessions, slot=slot()
+        **OF_REQUEST,
+        receiver="denoiser-1",
+        incarnation=incarnation(2),
+        host="h",
+        sessions=register().sessions,
+        slot=slot(),
     ),
     messages.Ready(**OF_REQUEST, lease=7, manifest=manifest(), scalars={}, parameters=parameters()),
     messages.Release(**OF_REQUEST),
@@ -121,7 +126,9 @@ def test_a_frame_that_is_nested_too_deeply_is_refused() -> None:
 
 
 def test_text_that_is_no_utf8_is_refused() -> None:
-    frame = encode(messages.Failed(**OF_REQUEST, code="worker_error", reason="xxxx")).replace(b"xxxx", b"\xff\xfe\xff\xfe")
+    frame = encode(messages.Failed(**OF_REQUEST, code="worker_error", reason="xxxx")).replace(
+        b"xxxx", b"\xff\xfe\xff\xfe"
+    )
     with pytest.raises(WireError):
         decode_from_role(frame)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diffcluster.ids import Incarnation, InstanceName, RequestId
 from diffcluster.messages import (
@@ -48,14 +49,14 @@ def refusal(actions: list[Action]) -> Refused:
 
 
 def test_an_instance_that_registers_is_told_the_interval_and_the_port(machine: RouterMachine) -> None:
-    assert said(join(machine, register())) == [(ONE, Registered(heartbeat_s=HEARTBEAT_S, bulk_port=7))]
+    assert said(join(machine, register())) == [(ONE, Registered(fresh=True, heartbeat_s=HEARTBEAT_S, bulk_port=7))]
     assert machine.cluster.names == {"encoder-1": ONE}
 
 
 def test_an_answer_that_was_lost_is_given_again_and_counts_once(machine: RouterMachine) -> None:
     join(machine, register())
     again = join(machine, register())
-    assert [type(message) for _, message in said(again)] == [Registered]
+    assert said(again) == [(ONE, Registered(fresh=False, heartbeat_s=HEARTBEAT_S, bulk_port=7))]
     assert not any(isinstance(action, Count) for action in again)
 
 
@@ -111,15 +112,23 @@ def test_what_an_unknown_instance_says_is_answered_by_register_again(machine: Ro
 
 def test_a_heartbeat_is_answered(machine: RouterMachine) -> None:
     join(machine, register())
-    assert said(hear(machine, BEAT, now=1.0)) == [(ONE, RouterHeartbeat())]
+    assert said(hear(machine, BEAT, now=1.0)) == [(ONE, RouterHeartbeat(said=0))]
     assert machine.cluster.instances[ONE].heartbeat == BEAT
 
 
+def tick(machine: RouterMachine, start: float, end: float) -> list[Action]:
+    """Tick as a router does that is never stopped; what the last one led to."""
+    actions: list[Action] = []
+    while start <= end:
+        actions, start = machine.step(events.Tick(start)), start + HEARTBEAT_S / 2
+    return actions
+
+
 def test_an_instance_is_lost_after_three_silent_heartbeats_and_not_before(machine: RouterMachine) -> None:
-    join(machine, register(), now=10.0)
-    machine.step(events.Tick(10.0 + 3 * HEARTBEAT_S))
+    join(machine, register())
+    tick(machine, 0.0, 3 * HEARTBEAT_S)
     assert ONE in machine.cluster.instances
-    actions = machine.step(events.Tick(10.1 + 3 * HEARTBEAT_S))
+    actions = machine.step(events.Tick(3 * HEARTBEAT_S + 0.1))
     assert machine.cluster.instances == {}
     assert machine.cluster.names == {}
     assert Count("lost", "encoder") in actions
@@ -127,9 +136,39 @@ def test_an_instance_is_lost_after_three_silent_heartbeats_and_not_before(machin
 
 def test_whatever_it_says_keeps_an_instance(machine: RouterMachine) -> None:
     join(machine, register())
+    tick(machine, 0.0, 5.0)
     hear(machine, Cancelled(request_id=REQUEST, attempt=1), now=5.0)
-    machine.step(events.Tick(5.0 + 3 * HEARTBEAT_S))
+    tick(machine, 5.0, 5.0 + 3 * HEARTBEAT_S)
     assert ONE in machine.cluster.instances
+
+
+def test_a_router_that_was_stopped_itself_takes_nobody_for_lost(machine: RouterMachine) -> None:
+    join(machine, register())
+    tick(machine, 0.0, 2.0)
+    machine.step(events.Tick(60.0))
+    assert ONE in machine.cluster.instances
+
+
+def test_a_heartbeat_that_counts_more_than_was_heard_makes_it_begin_anew(machine: RouterMachine) -> None:
+    join(machine, register())
+    assert refusal(hear(machine, replace(BEAT, said=1))).again
+    assert machine.cluster.instances == {}
+
+
+def test_a_heartbeat_that_says_it_was_cut_off_makes_it_begin_anew(machine: RouterMachine) -> None:
+    join(machine, register())
+    assert refusal(hear(machine, replace(BEAT, cut=True))).again
+
+
+def test_what_is_said_and_heard_is_counted_from_a_fresh_registration_on(machine: RouterMachine) -> None:
+    join(machine, register("monolithic"))
+    submit(machine)
+    done = Done(request_id=REQUEST, attempt=1, files=(), timings=TIMINGS)
+    hear(machine, done)
+    assert said(hear(machine, replace(BEAT, said=1))) == [(ONE, RouterHeartbeat(said=1))]
+    machine.step(events.Gone(ONE, 0.0))
+    join(machine, register("monolithic"))
+    assert said(hear(machine, BEAT)) == [(ONE, RouterHeartbeat(said=0))]
 
 
 def test_a_lost_instance_that_comes_back_is_told_to_register_and_then_taken(machine: RouterMachine) -> None:

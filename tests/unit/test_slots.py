@@ -28,7 +28,9 @@ def _moved(ledger: Ledger, to: State) -> Lease:
     return lease
 
 
-@pytest.mark.parametrize(("nbytes", "covered"), [(0, GRANULE), (1, GRANULE), (GRANULE, GRANULE), (GRANULE + 1, 2 * GRANULE)])
+@pytest.mark.parametrize(
+    ("nbytes", "covered"), [(0, GRANULE), (1, GRANULE), (GRANULE, GRANULE), (GRANULE + 1, 2 * GRANULE)]
+)
 def test_a_lease_covers_whole_granules(nbytes: int, covered: int) -> None:
     assert _lease(Ledger(4 * GRANULE), nbytes) == Lease(LeaseId(1), 0, covered, "leased")
 

@@ -17,7 +17,9 @@ TENSORS = st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BYTES)), SHAPES), max_
 
 
 @given(TENSORS)
-def test_planned_tensors_lie_aligned_and_apart_and_fill_the_length(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
+def test_planned_tensors_lie_aligned_and_apart_and_fill_the_length(
+    tensors: list[tuple[str, str, tuple[int, ...]]],
+) -> None:
     manifest = plan(tensors)
     end = 0
     for spec in manifest.tensors:
