@@ -41,7 +41,8 @@ def facts(**fields: Any) -> ModelFacts:
 def parameters(**fields: Any) -> ImageParameters:
     """One small picture of model `m`."""
     values: dict[str, Any] = {
-        "model": "m", "prompt": "a", "width": 64, "height": 64, "num_inference_steps": 4, "guidance_scale": 1.0, "seed": 0
+        "model": "m", "prompt": "a", "width": 64, "height": 64, "num_inference_steps": 4, "guidance_scale": 1.0,
+        "seed": 0,
     }  # fmt: skip
     return ImageParameters(**{**values, **fields})
 

@@ -1,4 +1,4 @@
-"""A role without threads, sockets or memory: performs the machine's actions by noting them, and completes them when told.
+"""A role without threads, sockets or memory: notes what the machine wants done, and completes it when told.
 
 After each step it checks what must always hold. `outcomes` counts how each request ended.
 """
@@ -10,8 +10,21 @@ from typing import Any
 
 from diffcluster.ids import HostId, InstanceName, LeaseId, RequestId
 from diffcluster.messages import (
-    Allocate, AllocationRefused, Cancel, Cancelled, Done, Evict, Evicted, Failed, FileInfo, Push, Pushed,
-    PushFailed, Ready, Release, Submit,
+    Allocate,
+    AllocationRefused,
+    Cancel,
+    Cancelled,
+    Done,
+    Evict,
+    Evicted,
+    Failed,
+    FileInfo,
+    Push,
+    Pushed,
+    PushFailed,
+    Ready,
+    Release,
+    Submit,
 )  # fmt: skip
 from diffcluster.roles import jobs
 from diffcluster.roles.jobs import Key

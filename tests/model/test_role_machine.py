@@ -456,5 +456,5 @@ def test_a_missing_guard_is_noticed(
 ) -> None:
     method, old, new = MUTANTS[name]
     monkeypatch.setattr(RoleMachine, method, mutant(getattr(RoleMachine, method), old, new))
-    with pytest.raises(Exception):  # noqa: B017 - however it is noticed
+    with pytest.raises(Exception):  # noqa: B017, PT011 - however it is noticed
         run_state_machine_as_test(AnyOrder, settings=SHORT)

@@ -143,13 +143,16 @@ class World:
         least = {x.role: min(y.given for _, y in cluster.pool(x.role)) for x in cluster.instances.values()}
         return (
             tuple(
-                (i, x.busy, x.retained, x.draining, x.full, x.given - least[x.role]) for i, x in cluster.instances.items()
+                (i, x.busy, x.retained, x.draining, x.full, x.given - least[x.role])
+                for i, x in cluster.instances.items()
             ),
             tuple(
-                (r.id, r.phase, r.stage, r.attempt, r.holder, r.upstream, r.receiver, r.slot and r.slot.lease, r.losses,
-                 r.push_failures) for r in cluster.requests.values()
+                (r.id, r.phase, r.stage, r.attempt, r.holder, r.upstream, r.receiver, r.slot and r.slot.lease,
+                 r.losses, r.push_failures)
+                for r in cluster.requests.values()
             ),
-            tuple(tuple(queue) for queue in cluster.queues.values()), frozenset(cluster.closing), tuple(cluster.retired),
+            tuple(tuple(queue) for queue in cluster.queues.values()), frozenset(cluster.closing),
+            tuple(cluster.retired),
             tuple(self.roles.items()), tuple(self.up.values()), tuple(self.down.values()), self.writes, self.complete,
             self.answers, self.budget,
         )  # fmt: skip
@@ -171,29 +174,33 @@ class World:
         """What happens by itself sooner or later."""
         for incarnation, state in self.roles.items():
             known = self.cluster.instances.get(incarnation)
+            waits = known is None or known.full
             if self.up[incarnation]:
                 yield ("hear", incarnation)
-            elif state.alive and state.registered and (known is None or known.full) and not self.down[incarnation]:
+            elif state.alive and state.registered and waits and not self.down[incarnation]:
                 yield ("beat", incarnation)
-            if not state.alive:
-                if known is not None and state.crashed:
-                    yield ("notice", incarnation)
-                if self.budget.restarts and state.crashed:
-                    yield ("restart", incarnation)
+            if state.alive:
+                yield from self._role_steps(incarnation, state)
                 continue
-            if self.down[incarnation]:
-                yield ("take", incarnation)
-            for job in state.jobs:
-                if job.phase in ("computing", "given_up"):
-                    yield ("compute", incarnation, job)
-            for lease in state.quarantined:
-                if not self._may_begin_to_write(incarnation, lease):
-                    yield ("settle", incarnation, lease)
+            if known is not None and state.crashed:
+                yield ("notice", incarnation)
+            if self.budget.restarts and state.crashed:
+                yield ("restart", incarnation)
         for write in self.writes:
             if not write.ghost:
                 yield ("write", write)
             elif not self.roles[write.to[0]].alive:
                 yield ("fade", write)
+
+    def _role_steps(self, incarnation: Incarnation, state: RoleState) -> Iterator[tuple[Any, ...]]:
+        if self.down[incarnation]:
+            yield ("take", incarnation)
+        for job in state.jobs:
+            if job.phase in ("computing", "given_up"):
+                yield ("compute", incarnation, job)
+        for lease in state.quarantined:
+            if not self._may_begin_to_write(incarnation, lease):
+                yield ("settle", incarnation, lease)
 
     def _may_begin_to_write(self, receiver: Incarnation, lease: int) -> bool:
         """Whether a sender writes in good faith, or was told to: a quarantine is longer than that can take."""
@@ -206,18 +213,8 @@ class World:
         """What may happen or not, while the budget lasts."""
         budget = self.budget
         for incarnation, state in self.roles.items():
-            if not state.alive:
-                continue
-            if budget.crashes:
-                yield ("crash", incarnation)
-            if budget.cuts and incarnation in self.cluster.instances:
-                yield ("cut", incarnation)
-            if budget.drains and incarnation in self.cluster.instances:
-                yield ("drain", incarnation)
-            if budget.failures:
-                for job in state.jobs:
-                    if job.phase == "computing":
-                        yield ("fail", incarnation, job)
+            if state.alive:
+                yield from self._misfortunes(incarnation, state)
         if budget.cancels:
             for request_id in self.cluster.requests:
                 yield ("cancel", request_id)
@@ -227,6 +224,19 @@ class World:
             for write in self.writes:
                 if not write.ghost:
                     yield ("lose_write", write)
+
+    def _misfortunes(self, incarnation: Incarnation, state: RoleState) -> Iterator[tuple[Any, ...]]:
+        budget = self.budget
+        if budget.crashes:
+            yield ("crash", incarnation)
+        if budget.cuts and incarnation in self.cluster.instances:
+            yield ("cut", incarnation)
+        if budget.drains and incarnation in self.cluster.instances:
+            yield ("drain", incarnation)
+        if budget.failures:
+            for job in state.jobs:
+                if job.phase == "computing":
+                    yield ("fail", incarnation, job)
 
     def after(self, step: tuple[Any, ...]) -> World:
         """The world after `step`."""

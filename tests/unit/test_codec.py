@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, get_args
 
 import msgspec
@@ -136,10 +137,8 @@ def test_text_that_is_no_utf8_is_refused() -> None:
 @given(st.binary(max_size=200))
 def test_bytes_of_any_kind_are_a_message_or_a_wire_error(frame: bytes) -> None:
     for decode in (decode_from_role, decode_from_router, decode_bulk):
-        try:
+        with contextlib.suppress(WireError):
             decode(frame)
-        except WireError:
-            pass
 
 
 @given(st.sampled_from(FROM_ROLE), st.data())
@@ -147,7 +146,5 @@ def test_a_damaged_message_is_a_message_or_a_wire_error(message: Any, data: st.D
     frame = bytearray(encode(message))
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] ^= data.draw(st.integers(1, 255))
-    try:
+    with contextlib.suppress(WireError):
         decode_from_role(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
-    except WireError:
-        pass

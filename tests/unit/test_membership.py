@@ -9,7 +9,17 @@ from msgspec.structs import replace
 
 from diffcluster.ids import Incarnation, InstanceName, RequestId
 from diffcluster.messages import (
-    Cancelled, Done, Drain, Drained, Failed, Refused, Register, Registered, RoleHeartbeat, RouterHeartbeat, Submit,
+    Cancelled,
+    Done,
+    Drain,
+    Drained,
+    Failed,
+    Refused,
+    Register,
+    Registered,
+    RoleHeartbeat,
+    RouterHeartbeat,
+    Submit,
 )  # fmt: skip
 from diffcluster.router import events
 from diffcluster.router.actions import Action, Count, Send

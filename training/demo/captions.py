@@ -225,9 +225,9 @@ def said(text: str, view: View) -> tuple[int, int]:
     The ground is an index into COLOURS, or len(COLOURS); the size 1 for small, 2 for big, else 0.
     """
     words = set(text.replace(",", " ").replace(".", " ").split())
-    size = (
-        1 if words & {"small", "tiny", "little"} and view.scale < SMALL else 2 if words & {"big", "large", "huge"} else 0
-    )
+    size = 2 if words & {"big", "large", "huge"} else 0
+    if words & {"small", "tiny", "little"} and view.scale < SMALL:
+        size = 1
     # A colour is also part of some names; only a ground is told by these words.
     before, after = r"\b(on|with|against)( an?)? ", " (background|backdrop|wall)"
     ground = re.search(rf"{before}{view.colour}\b|\b{view.colour}{after}", text) is not None

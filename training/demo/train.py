@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderTiny, StableDiffusionPipeline
+from diffusers import AutoencoderTiny, StableDiffusionPipeline, UNet2DConditionModel
 from torch import nn
 from torch.nn import functional
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -34,8 +34,9 @@ _EMA = 0.998
 _RATE = 1.2e-3
 _TEXT_RATE = 4e-3
 _WARM_UP_STEPS = 150
-_MOVE_FROM, _MOVE_UNTIL = 0.4, 0.65
-"""Shares of the time between which sizes and places go from one to all."""
+_MOVE_FROM, _MOVE_UNTIL = 0.5, 0.7
+"""Shares of the time between which sizes and places go from one to `_SPREAD`."""
+_SPREAD = 0.5
 _CALIBRATE_AFTER = 0.85
 _CALIBRATION = 3.75
 """In the last part of the time, what guidance of this scale makes of the prediction is trained. So diffusers' default
@@ -51,6 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--decoder-minutes", type=float, default=6, help="the same for the autoencoder's decoder")
     parser.add_argument("--text-minutes", type=float, default=5, help="the same for the text encoder")
+    parser.add_argument("--unet", type=Path, help="begin with this UNet, instead of a random one")
     parser.add_argument("--batch", type=int, default=16, help="pictures per process and step")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--every", type=int, default=250, help="steps between checkpoints")
@@ -268,7 +270,8 @@ class Trainer:
 
     def _train_step(self) -> float:
         # Shapes are learnt much faster where they always stand at one place; then they learn to move.
-        spread = min(1.0, max(0.0, (self.share - _MOVE_FROM) / (_MOVE_UNTIL - _MOVE_FROM)))
+        moved = (self.share - _MOVE_FROM) / (_MOVE_UNTIL - _MOVE_FROM)
+        spread = _SPREAD * min(1.0, max(0.0, moved))
         images, texts = self.data.pictures(self.arguments.batch, spread)
         loss = self._loss(_to_tensor(images), texts)
         self.optimizer.zero_grad()
@@ -317,6 +320,9 @@ class Trainer:
     def _resume(self) -> None:
         path = self.arguments.out / "checkpoint.pt"
         if not path.exists():
+            if self.arguments.unet is not None:
+                self.unet.load_state_dict(UNet2DConditionModel.from_pretrained(self.arguments.unet).state_dict())
+                self.average = copy.deepcopy(self.unet)
             return
         state = torch.load(path, weights_only=True)
         self.step, self.spent = state["step"], state["spent"]

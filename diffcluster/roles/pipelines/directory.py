@@ -22,9 +22,9 @@ DEMO: Final = "demo"
 """Name of the embedded model."""
 
 _LIBRARIES: Final = ("diffusers", "transformers")
-# What they say at load is about components that a role leaves out on purpose; errors come as exceptions.
+# What they log at load is about components that a role leaves out on purpose; what is wrong comes as an exception too.
 for _library in (diffusers, transformers):
-    _library.utils.logging.set_verbosity_error()
+    _library.utils.logging.set_verbosity(logging.CRITICAL)
     _library.utils.logging.disable_progress_bar()
 _log = logging.getLogger(__name__)
 
