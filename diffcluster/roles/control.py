@@ -128,6 +128,8 @@ class Control:
         if self._registered and now - self._heard > _MISSED_HEARTBEATS * self._heartbeat_s:
             _log.warning("the router has been silent for %d heartbeats; registering again", _MISSED_HEARTBEATS)
             self._registered = False
+        if self._leave_by is not None and not self._registered:
+            self._stopped = True  # there is nobody to finish anything for
         if self._registered:
             beat = self._machine.heartbeat(self._process.memory_info().rss)
             self._link.send(msgspec.structs.replace(beat, said=self._said, cut=self._cut))

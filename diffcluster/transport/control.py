@@ -189,7 +189,7 @@ class RoleLink:
         if self._bulk is None:
             raise RuntimeError("files to send, but the router never said where to")
         for index, content in enumerate(files):
-            for offset in range(0, len(content), PIECE_BYTES):
+            for offset in range(0, max(len(content), 1), PIECE_BYTES):  # an empty file is one empty piece
                 piece = BulkPiece(request_id=head.request_id, attempt=head.attempt, file=index, offset=offset)
                 self._bulk.send_multipart([encode(piece), content[offset : offset + PIECE_BYTES]], zmq.NOBLOCK)
 

@@ -55,6 +55,8 @@ class RoleShell:
         self.outcomes: defaultdict[Key, Counter[str]] = defaultdict(Counter)
         self.read_later: dict[LeaseId, float] = {}
         """Send leases that an engine may still read, and until when."""
+        self.written_later: dict[LeaseId, float] = {}
+        """Receive leases that a peer may still write, and until when."""
 
     # ------------------------------------------------------------ the machine
 
@@ -75,7 +77,10 @@ class RoleShell:
                     self.windows[action.slot.lease] = self.key_of(action.slot.lease)
                 case jobs.CloseWindow():
                     del self.windows[action.slot.lease]
-                    closed = jobs.WindowClosed(action.key, action.slot.lease, self.fences or action.settled)
+                    fenced = self.fences or action.settled
+                    if not fenced:
+                        self.written_later[action.slot.lease] = self.now + QUARANTINE_S
+                    closed = jobs.WindowClosed(action.key, action.slot.lease, fenced)
                     self._perform(self.machine.step(closed, self.now))
                 case jobs.SealWindow():
                     del self.windows[action.slot.lease]
@@ -138,12 +143,16 @@ class RoleShell:
         return self.step(Cancel(request_id=RequestId(name), attempt=1))
 
     def evict(self, name: str, lease: int, *, settled: bool) -> list[Any]:
+        if settled:
+            self.written_later.pop(LeaseId(lease), None)
         return self.step(Evict(request_id=RequestId(name), attempt=1, lease=LeaseId(lease), settled=settled))
 
     def after(self, seconds: float) -> list[Any]:
         """Let time pass."""
         self.now += seconds
-        self.read_later = {lease: until for lease, until in self.read_later.items() if until > self.now}
+        for later in (self.read_later, self.written_later):
+            for lease in [lease for lease, until in later.items() if until <= self.now]:
+                del later[lease]
         return self.step(jobs.Tick())
 
     # ------------------------------------------------------------ the threads finish something
@@ -240,6 +249,8 @@ class RoleShell:
             assert push.nbytes <= lease.nbytes
         for output in self.read_later:
             assert machine.send.get(output) is not None, "a slot that an engine may still read was freed"
+        for lease_id in self.written_later:
+            assert machine.receive.get(lease_id) is not None, "a slot that a peer may still write was freed"
 
     def _check_idle(self) -> None:
         """Whatever could start has started."""
@@ -258,7 +269,9 @@ class RoleShell:
 
     def finish(self) -> None:
         """Complete all work, give everything back, and see that nothing is left."""
-        while self.machine.jobs:
+        for _ in range(1000):
+            if not self.machine.jobs:
+                break
             for name, job in [(key[0], job) for key, job in self.machine.jobs.items()]:
                 if job.phase == "leased":
                     self.evict(name, job.slot.lease if job.slot else 0, settled=True)
@@ -271,7 +284,9 @@ class RoleShell:
             ):
                 if work:
                     complete()
+            self.after(QUARANTINE_S)  # what waits for room may wait for a quarantine to end
         self.after(QUARANTINE_S)
+        assert not self.machine.jobs
         for ledger in (self.machine.receive, self.machine.send):
             assert ledger.largest_free() == ledger.capacity
         assert not self.machine.staged
