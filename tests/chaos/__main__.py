@@ -55,7 +55,8 @@ def main() -> int:
     logs.setup("warning", "chaos")
     # One request may meet many faults here without being the cause of any.
     router = ["--port", "0", "--control-port", "0", "--max-losses", "50", "--log-level", "warning"]
-    plan = Plan(ROLES, ["--quarantine-s", str(QUARANTINE_S), "--log-level", "warning"], router)
+    timing = ["--transfer-timeout-s", "4", "--quarantine-s", str(QUARANTINE_S)]
+    plan = Plan(ROLES, [*timing, "--log-level", "warning"], router)
     with LocalCluster(plan) as cluster:
         cluster.wait_ready()
         tally, faults = _run(cluster, random.Random(arguments.seed), arguments.faults)
