@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ _MISSED_HEARTBEATS: Final = 3
 _REMEMBERED: Final = 1000
 
 
-class Membership:
+class Membership(ABC):
     """Keeps `cluster.instances`. `now` is the time of the event being handled, `actions` what it has led to so far."""
 
     def __init__(self, limits: Limits, cluster: Cluster) -> None:
@@ -121,9 +122,9 @@ class Membership:
             self.do(Note(f"{instance.name} is lost: it {why}", warning=True))
             self.instance_lost(incarnation, blame=blame)
 
+    @abstractmethod
     def instance_lost(self, lost: Incarnation, *, blame: bool) -> None:
         """What follows for requests; the machine's part."""
-        raise NotImplementedError
 
     def release_drained(self) -> None:
         """Let instances go that asked to leave, and of which nothing is needed any more."""
