@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says more about the machine than about us.
+settings.register_profile("diffcluster", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("diffcluster")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
