@@ -8,8 +8,8 @@ RUN := $(VENV)/bin
 .PHONY: demo test check docs bench chaos clean
 
 demo: $(VENV)/installed ## install, start a whole cluster, make a picture
-	$(RUN)/diffcluster generate "a slice of pizza" --out pizza.png --seed 7
-	@echo "The picture is $(CURDIR)/pizza.png"
+	$(RUN)/diffcluster generate "a panda" --out panda.png --seed 7
+	@echo "The picture is $(CURDIR)/panda.png"
 
 test: $(VENV)/installed ## all tests
 	$(RUN)/python -m pytest
