@@ -39,7 +39,8 @@ def main() -> int:
     finally:
         for process in running:
             _end(process)
-    print(f"{len(blocks) - failed} passed, {failed} failed")
+    skipped = sum((block["how"] or "").startswith("not run here") for block in blocks)
+    print(f"{len(blocks) - failed - skipped} passed, {failed} failed, {skipped} skipped")
     return failed
 
 
