@@ -30,7 +30,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Text = Annotated[str, Meta(max_length=4096)]
 Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
-EngineKind = Literal["shm", "tcp"]
+EngineKind = Literal["inprocess", "shm", "tcp", "mooncake"]
 OutputFormat = Literal["png", "jpeg", "webp"]
 
 
