@@ -93,8 +93,11 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = 0
     engine: Annotated[
-        Literal["auto", "shm", "tcp"],
-        _doc("How tensors are received: `auto` offers shared memory and TCP, and peers on one host take the first."),
+        Literal["auto", "shm", "tcp", "mooncake"],
+        _doc(
+            "How tensors are received: `auto` offers shared memory and TCP, and peers on one host take the first; "
+            "`mooncake` needs its library. What is asked for and cannot be had is an error."
+        ),
     ] = "auto"
     transfer_host: Annotated[str, _doc("Address that the TCP engine binds; the wildcard needs `advertise_host`.")] = (
         "127.0.0.1"
@@ -112,6 +115,21 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         int, _doc("Requests that the router may give to this instance at one time.", ge=1, le=10_000)
     ] = 4
     transfer_timeout_s: Annotated[float, _doc("Seconds one transfer may take.", gt=0, le=3600)] = 30.0
+    transfer_window: Annotated[
+        int,
+        _doc("Transfers to one peer that may be under way at one time, each on a connection of its own.", ge=1, le=64),
+    ] = 2
+    grants: Annotated[
+        int,
+        _doc("Receive slots to lease ahead, so that a hand-off need not ask for one; 0 turns this off.", ge=0, le=64),
+    ] = 2
+    checksum: Annotated[
+        bool, _doc("Take an XXH3 checksum of all that is handed on; the receiver compares it before it loads.")
+    ] = False
+    overlap: Annotated[
+        bool,
+        _doc("Load the next request and push the last one while one computes. Off: to measure what that is worth."),
+    ] = True
     quarantine_s: Annotated[
         float,
         _doc("Seconds before a slot that someone may still write is used again; above every transfer time-out.", gt=0),

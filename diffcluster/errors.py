@@ -14,6 +14,7 @@
         ├── NotFoundError           404
         ├── QueueFullError          429
         ├── WorkerFailedError       500  a role could not compute it
+        ├── TransferFailedError  500  its tensors did not reach the next stage whole, however often it was tried
         ├── NanOutputError          500  the computation gave values that are no picture
         ├── OutOfMemoryError        500
         ├── NoInstanceError         503
@@ -46,6 +47,7 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "TransferError",
+    "TransferFailedError",
     "WireError",
     "WorkerFailedError",
     "request_error",
@@ -57,6 +59,7 @@ FailureCode = Literal[
     "not_found",
     "queue_full",
     "worker_error",
+    "transfer_failed",
     "nan_output",
     "out_of_memory",
     "no_instance",
@@ -155,6 +158,12 @@ class WorkerFailedError(RequestError):
     """A role failed while it worked on the request."""
 
     code, status, kind = "worker_error", 500, "server_error"
+
+
+class TransferFailedError(RequestError):
+    """Its tensors did not reach the next stage, or not as they were sent."""
+
+    code, status, kind, should_retry = "transfer_failed", 500, "server_error", True
 
 
 class NanOutputError(RequestError):

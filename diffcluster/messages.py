@@ -7,31 +7,39 @@ raises `PROTOCOL_VERSION`. Nothing here holds tensor bytes. Every message about 
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 from diffcluster.errors import FailureCode
 from diffcluster.ids import NAME_PATTERN, HostId, Incarnation, InstanceName, LeaseId, RequestId, Role
 from diffcluster.tensors import Manifest
+from diffcluster.values import (
+    Checksum,
+    Count,
+    EngineKind,
+    ExtraArgument,
+    FileInfo,
+    ImageParameters,
+    ModelFacts,
+    OutputFormat,
+    Peer,
+    Seconds,
+    Session,
+    SlotAddress,
+    StageTimings,
+    Text,
+)  # fmt: skip
 
 __all__ = [
     "PROTOCOL_VERSION", "Allocate", "Allocated", "AllocationRefused", "BulkPiece", "Cancel", "Cancelled", "Done",
-    "Drain", "Drained", "EngineKind", "Evict", "Evicted", "ExtraArgument", "Failed", "FileInfo", "ImageParameters",
-    "ModelFacts", "OutputFormat", "Progress", "Push", "PushFailed", "Pushed", "Ready", "Refused", "Register",
-    "Registered", "Release", "RoleHeartbeat", "RoleToRouter", "RouterHeartbeat", "RouterToRole", "Session",
-    "SlotAddress", "StageTimings", "Staged", "Submit",
+    "Drain", "Drained", "EngineKind", "Evict", "Evicted", "ExtraArgument", "Failed", "FileInfo", "Grant",
+    "ImageParameters", "Meet", "Met", "ModelFacts", "OutputFormat", "Part", "Peer", "Progress", "Push", "PushFailed",
+    "Pushed", "Ready", "Refused", "Register", "Registered", "Release", "RoleHeartbeat", "RoleToRouter",
+    "RouterHeartbeat", "RouterToRole", "Session", "SlotAddress", "StageTimings", "Staged", "Submit", "Ungrant",
 ]  # fmt: skip
 
-PROTOCOL_VERSION: Final = 1
-
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-Seconds = Annotated[float, Meta(ge=0)]
-Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
-Text = Annotated[str, Meta(max_length=4096)]
-Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
-EngineKind = Literal["inprocess", "shm", "tcp", "mooncake"]
-OutputFormat = Literal["png", "jpeg", "webp"]
+PROTOCOL_VERSION: Final = 2
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -43,88 +51,6 @@ class _OfRequest(_Message, frozen=True):
 
     request_id: Annotated[RequestId, Meta(min_length=1, max_length=64)]
     attempt: Annotated[int, Meta(ge=1, le=1000)]
-
-
-# ---------------------------------------------------------------- what they carry
-
-
-class ExtraArgument(Struct, frozen=True, forbid_unknown_fields=True):
-    """A pipeline argument of its own that a model takes in `extra`. Always a number in minimum..maximum."""
-
-    name: Name
-    minimum: float
-    maximum: float
-
-
-class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the router must know of a model to refuse early and to fill in what was left out.
-
-    Read from the model's configs, so that all roles of one model say the same. Sizes in pixels.
-    """
-
-    id: Annotated[str, Meta(min_length=1, max_length=256)]
-    revision: Annotated[str, Meta(max_length=128)]
-    pipeline: str
-    width: Annotated[int, Meta(ge=1)]
-    height: Annotated[int, Meta(ge=1)]
-    size_multiple: Annotated[int, Meta(ge=1)]
-    max_pixels: Annotated[int, Meta(ge=1)]
-    num_inference_steps: Annotated[int, Meta(ge=1)]
-    max_inference_steps: Annotated[int, Meta(ge=1)]
-    guidance_scale: float
-    extras: tuple[ExtraArgument, ...] = ()
-
-
-class ImageParameters(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One picture to make; every field is decided by the router, so that all stages and retries agree.
-
-    `guidance_scale` <= 1 means no negative pass. The noise comes from a CPU generator seeded with `seed`,
-    of which torch uses the low 32 bits.
-    `extra` holds arguments that the model's facts declare.
-    """
-
-    model: str
-    prompt: Annotated[str, Meta(max_length=32_000)]
-    negative_prompt: Annotated[str, Meta(max_length=32_000)] = ""
-    width: Annotated[int, Meta(ge=1)]
-    height: Annotated[int, Meta(ge=1)]
-    num_inference_steps: Annotated[int, Meta(ge=1)]
-    guidance_scale: float
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    output_format: OutputFormat = "png"
-    output_compression: Annotated[int, Meta(ge=0, le=100)] = 100
-    extra: dict[str, float] = {}
-
-
-class Session(Struct, frozen=True, forbid_unknown_fields=True):
-    """How an instance can be written to by one kind of engine. `address` is the engine's own form."""
-
-    kind: EngineKind
-    address: Annotated[str, Meta(max_length=512)]
-
-
-class SlotAddress(Struct, frozen=True, forbid_unknown_fields=True):
-    """A leased receive slot. `token` is the capability to write into it, good for this lease alone."""
-
-    lease: LeaseId
-    offset: Count
-    nbytes: Count
-    token: Token
-
-
-class StageTimings(Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds that one stage spent on one request: waiting, loading its input, computing."""
-
-    queued_s: Seconds
-    loaded_s: Seconds
-    computed_s: Seconds
-
-
-class FileInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """A finished file, whose bytes follow on the bulk connection."""
-
-    media_type: Annotated[str, Meta(max_length=64)]
-    nbytes: Count
 
 
 # ---------------------------------------------------------------- role to router
@@ -165,6 +91,10 @@ class RoleHeartbeat(_Message, frozen=True):
     receive_quarantined: Count
     send_free: Count
     resident_bytes: Count
+    receive_largest: Count = 0
+    """Largest free range: together with `receive_free`, how fragmented the region is."""
+    granted: Count = 0
+    """Slots that were leased ahead and are not used yet."""
     said: Count = 0
     cut: bool = False
 
@@ -175,6 +105,21 @@ class Staged(_OfRequest, frozen=True):
     manifest: Manifest
     scalars: dict[str, float | int | str]
     timings: StageTimings
+    checksum: Checksum | None = None
+
+
+class Grant(_Message, frozen=True):
+    """A receive slot is leased ahead, for any request whose tensors fit: the router need not ask for one."""
+
+    slot: SlotAddress
+
+
+class Met(_Message, frozen=True):
+    """Answer to `Meet`: transfers to `receiver` go by `engine`; or none works, and `reason` says why."""
+
+    receiver: Annotated[Incarnation, Meta(pattern=r"^[0-9a-f]{32}$")]
+    engine: EngineKind | None
+    reason: Text = ""
 
 
 class Allocated(_OfRequest, frozen=True):
@@ -293,13 +238,28 @@ class Allocate(_OfRequest, frozen=True):
     nbytes: Count
 
 
+class Ungrant(_Message, frozen=True):
+    """To a receiver: these grants are not needed, and nobody was told of them. Their bytes are free at once."""
+
+    leases: tuple[LeaseId, ...]
+
+
+class Meet(_Message, frozen=True):
+    """To a sender: you will be asked to write to this peer. Connect, and prove that writes arrive, beforehand."""
+
+    peer: Peer
+
+
+class Part(_Message, frozen=True):
+    """To a sender: that peer is gone. Give up the connections to it."""
+
+    receiver: Incarnation
+
+
 class Push(_OfRequest, frozen=True):
     """To a sender: write the staged bytes into that slot of that peer."""
 
-    receiver: InstanceName
-    incarnation: Incarnation
-    host: HostId
-    sessions: tuple[Session, ...]
+    peer: Peer
     slot: SlotAddress
 
 
@@ -310,6 +270,7 @@ class Ready(_OfRequest, frozen=True):
     manifest: Manifest
     scalars: dict[str, float | int | str]
     parameters: ImageParameters
+    checksum: Checksum | None = None
 
 
 class Release(_OfRequest, frozen=True):
@@ -332,11 +293,11 @@ class Drained(_Message, frozen=True):
 
 
 RoleToRouter = (
-    Register | RoleHeartbeat | Staged | Allocated | AllocationRefused | Pushed | PushFailed | Progress | Done | Failed
-    | Cancelled | Evicted | Drain
+    Register | RoleHeartbeat | Staged | Grant | Met | Allocated | AllocationRefused | Pushed | PushFailed | Progress
+    | Done | Failed | Cancelled | Evicted | Drain
 )  # fmt: skip
 
 RouterToRole = (
-    Registered | Refused | RouterHeartbeat | Submit | Allocate | Push | Ready | Release | Evict | Cancel | Drain
-    | Drained
+    Registered | Refused | RouterHeartbeat | Submit | Allocate | Ungrant | Meet | Part | Push | Ready | Release | Evict
+    | Cancel | Drain | Drained
 )  # fmt: skip

@@ -55,7 +55,7 @@ def _configuration() -> str:
     ):
         rows = [
             (
-                f"`--{name.replace('_', '-')}`",
+                _flag(name, default),
                 f"`{config.PREFIX}{section.upper()}_{name.upper()}`",
                 f"`{default!r}`",
                 text,
@@ -65,6 +65,11 @@ def _configuration() -> str:
         parts.append(f"## `[{section}]`: {who}")
         parts.append(_table(("flag", "environment", "default", "meaning"), rows))
     return "\n\n".join(parts) + "\n"
+
+
+def _flag(name: str, default: object) -> str:
+    flag = name.replace("_", "-")
+    return f"`--{flag}`, `--no-{flag}`" if isinstance(default, bool) else f"`--{flag}`"
 
 
 def _messages(union: object) -> str:

@@ -26,7 +26,9 @@ def config_options(group: type[Struct], section: str) -> Callable[[_Function], _
             shown = "empty" if default == "" else default
             variable = f"{config.PREFIX}{section.upper()}_{name.upper()}"
             text = f"{description}  [default: {shown}; env: {variable}]"
-            function = click.option(f"--{name.replace('_', '-')}", name, default=None, help=text)(function)
+            flag = f"--{name.replace('_', '-')}"
+            flag += f"/--no-{flag[2:]}" if isinstance(default, bool) else ""
+            function = click.option(flag, name, default=None, help=text)(function)
         path = click.Path(exists=True, dir_okay=False, path_type=Path)
         return click.option("--config", "config_file", type=path, help=f"TOML file with a [{section}] table.")(function)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -13,11 +14,14 @@ import click
 from diffcluster import logs
 from diffcluster.cli.options import config_options, load
 from diffcluster.config import RoleConfig, RouterConfig
+from diffcluster.errors import ConfigError
 from diffcluster.ids import ROLES, Role
 
 __all__ = ["COMMANDS"]
 
 _PATIENCE_S: Final = 5.0
+_DESCRIPTORS: Final = 65_536
+_FEWEST_DESCRIPTORS: Final = 256
 _DOES: Final[dict[Role, str]] = {
     "encoder": "turns prompts into prompt embeds: the tokenizer and the text encoders.",
     "denoiser": "turns prompt embeds into latents, step by step: the UNet or transformer, and the scheduler.",
@@ -42,6 +46,21 @@ def _follow_parent(descriptor: int | None) -> None:
     threading.Thread(target=watch, args=(descriptor,), name="parent-watch", daemon=True).start()
 
 
+def _allow_descriptors() -> None:
+    """Raise this process's limit of open files to what it may have: each connection is one, and a ZeroMQ socket several.
+
+    Raises:
+        ConfigError: that is too few to serve with.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < _FEWEST_DESCRIPTORS:
+        problem = f"this process may open {wanted} files at one time, and needs {_FEWEST_DESCRIPTORS}"
+        raise ConfigError("RLIMIT_NOFILE", f"{problem}; raise it by `ulimit -n` or LimitNOFILE")
+
+
 _parent_fd = click.option("--parent-fd", type=int, hidden=True)
 
 
@@ -53,6 +72,7 @@ def router(ready_fd: int | None, parent_fd: int | None, **flags: Any) -> None:
     """Run the router (DiffusionServer): the HTTP API, and the place that all roles connect to."""
     config = load(RouterConfig, "router", flags)
     logs.setup(config.log_level, "router")
+    _allow_descriptors()
     _follow_parent(parent_fd)
     from diffcluster.router.http.serve import run
 
@@ -66,6 +86,7 @@ def _role_command(role: Role) -> click.Command:
     def command(parent_fd: int | None, **flags: Any) -> None:
         config = load(RoleConfig, "role", flags)
         logs.setup(config.log_level, config.name or role)
+        _allow_descriptors()
         _follow_parent(parent_fd)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the role serves, Ctrl-C just ends it
         # Models come from disk alone; without this a library may still look for updates of them.

@@ -13,10 +13,11 @@ from msgspec import Struct
 
 from diffcluster.errors import CancelledError, FailureCode, RequestError
 from diffcluster.messages import FileInfo, ImageParameters, Progress
-from diffcluster.roles.jobs import Computed, ComputeFailed, Key
-from diffcluster.roles.stage import Output, Stage, Task
+from diffcluster.roles.jobs import Computed, ComputeEnded, ComputeFailed, Key
+from diffcluster.roles.stage import Output as StageOutput
+from diffcluster.roles.stage import Stage, Task
+from diffcluster.roles.staging import Output, Stager
 from diffcluster.transport.mailbox import Mailbox
-from diffcluster.transport.packing import manifest_of, pack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,8 +51,14 @@ class ComputeResult(Struct, frozen=True):
 class ComputeLoop:
     """Owns the stage and its device. `report` must be a mailbox's post."""
 
-    def __init__(self, stage: Stage, device: Device, report: Callable[[ComputeResult | Progress], Any]) -> None:
-        self._stage, self._device, self._report = stage, device, report
+    def __init__(
+        self,
+        stage: Stage,
+        device: Device,
+        stager: Stager,
+        report: Callable[[ComputeResult | ComputeEnded | Progress], Any],
+    ) -> None:
+        self._stage, self._device, self._stager, self._report = stage, device, stager, report
         self._inbox: Mailbox[Work | None] = Mailbox()
 
     def submit(self, work: Work | None) -> None:
@@ -66,35 +73,33 @@ class ComputeLoop:
                 for work in self._inbox.take():
                     if work is None:
                         return
-                    self._report(self._compute(work))
+                    self._compute(work)
 
     def close(self) -> None:
         """Give the inbox back, after `run`."""
         self._inbox.close()
 
-    def _compute(self, work: Work) -> ComputeResult:
+    def _compute(self, work: Work) -> None:
         started = time.monotonic()
         try:
             output = self._stage.run(Task(work.parameters, work.tensors, work.scalars, self._progress(work)))
-            manifest = self._stage_output(output, work)
         except BaseException as error:  # noqa: BLE001 - whatever a model raises ends its request, never the role
             code = _code(error)
             if code not in ("cancelled", "invalid_value"):
                 _log.exception("request %s failed", work.key[0])
-            return ComputeResult(ComputeFailed(work.key, code, _reason(error)))
-        infos = tuple(FileInfo(media_type, len(content)) for media_type, content in output.files)
-        event = Computed(work.key, time.monotonic() - started, manifest, output.scalars, infos)
-        return ComputeResult(event, tuple(content for _, content in output.files))
+            self._report(ComputeResult(ComputeFailed(work.key, code, _reason(error))))
+            return
+        self._hand_on(work, output, time.monotonic() - started)
 
-    def _stage_output(self, output: Output, work: Work) -> Any:
-        """Write the output's tensors to their reserved bytes; None if there are none to hand on."""
+    def _hand_on(self, work: Work, output: StageOutput, seconds: float) -> None:
+        """Files to the control thread; tensors to the staging thread, and go on with the next request."""
         if work.target is None:
-            return None
-        manifest = manifest_of(output.tensors)
-        with self._device.copying():
-            pack(output.tensors, manifest, work.target)
-            self._device.finish()
-        return manifest
+            infos = tuple(FileInfo(media_type, len(content)) for media_type, content in output.files)
+            event = Computed(work.key, seconds, None, output.scalars, infos)
+            self._report(ComputeResult(event, tuple(content for _, content in output.files)))
+            return
+        self._report(ComputeEnded(work.key))
+        self._stager.stage(Output(work.key, output.tensors, output.scalars, work.target, self._device.mark(), seconds))
 
     def _progress(self, work: Work) -> Callable[[int, int], None]:
         request_id, attempt = work.key

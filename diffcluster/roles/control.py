@@ -15,9 +15,31 @@ import psutil
 
 from diffcluster import codec
 from diffcluster.errors import DiffclusterError, WireError
+from diffcluster.ids import LeaseId
 from diffcluster.messages import (
-    Allocate, BulkPiece, Cancel, Drain, Drained, Evict, Progress, Push, Pushed, PushFailed, Ready, Refused, Register,
-    Registered, Release, RoleToRouter, RouterHeartbeat, RouterToRole, Submit,
+    Allocate,
+    BulkPiece,
+    Cancel,
+    Drain,
+    Drained,
+    Evict,
+    Meet,
+    Met,
+    Part,
+    Progress,
+    Push,
+    Pushed,
+    PushFailed,
+    Ready,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    RoleToRouter,
+    RouterHeartbeat,
+    RouterToRole,
+    Submit,
+    Ungrant,
 )  # fmt: skip
 from diffcluster.roles import jobs
 from diffcluster.roles.compute import ComputeLoop, ComputeResult, Work
@@ -39,7 +61,7 @@ __all__ = ["Control", "Leave"]
 
 _log = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
-_Work = Submit | Allocate | Push | Ready | Release | Evict | Cancel
+_Work = Submit | Allocate | Ungrant | Push | Ready | Release | Evict | Cancel | Meet | Part
 _GOODBYE_S: Final = 2.0
 
 
@@ -59,7 +81,7 @@ class Control:
         self._cancels: dict[Key, threading.Event] = {}
         self._outbox: deque[RoleToRouter] = deque()
         self._held: deque[_Work] = deque()
-        # What was said and heard since the last fresh registration: a difference shows that a connection lost something.
+        # What was said and heard since the last fresh registration: a difference shows that a connection lost some.
         self._said, self._got, self._cut = 0, 0, False
         self._registered = False
         self._heartbeat_s, self._heard = 1.0, 0.0
@@ -85,7 +107,7 @@ class Control:
             self._run()
         except DiffclusterError as error:
             self.failure = str(error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a bug: the process ends with status 1, and says why
             _log.exception("the control thread failed")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
@@ -121,7 +143,7 @@ class Control:
     # ------------------------------------------------------------ heartbeats and registration
 
     def _beat(self, now: float) -> None:
-        self._perform(self._machine.step(jobs.Tick(), now))
+        self._perform(self._machine.step(self._tick(), now))
         if self._leave_by is not None and now >= self._leave_by:
             _log.warning("leaving with work unfinished: %s s to drain are over", self._config.drain_s)
             self._stopped = True
@@ -135,6 +157,11 @@ class Control:
             self._link.send(msgspec.structs.replace(beat, said=self._said, cut=self._cut))
         else:
             self._link.send(self._register)
+
+    def _tick(self) -> jobs.Tick:
+        aside = [lease for region, lease in self._machine.quarantine if region == "receive"]
+        known = {lease: self._writers(lease) for lease in aside}
+        return jobs.Tick({lease: writers for lease, writers in known.items() if writers is not None})
 
     def _receive_frames(self, frames: list[bytes]) -> None:
         self._heard = time.monotonic()
@@ -176,6 +203,7 @@ class Control:
         if message.fresh:
             self._give_up()
             self._said, self._got, self._cut = 0, 0, False
+            self._perform(self._machine.step(jobs.Joined(), time.monotonic()))
         self._heartbeat_s = message.heartbeat_s
         self._link.connect_bulk(message.bulk_port)
         if self._leave_by is not None:  # it may have forgotten
@@ -185,12 +213,20 @@ class Control:
     def _work(self) -> None:
         """Act upon what the router has said, if it counts on us."""
         while self._registered and self._held:
-            self._perform(self._machine.step(self._held.popleft(), time.monotonic()))
+            message = self._held.popleft()
+            match message:
+                case Meet():
+                    self._pusher.meet(message.peer)
+                case Part():
+                    self._pusher.part(message.receiver)
+                case _:
+                    self._perform(self._machine.step(message, time.monotonic()))
 
     def _give_up(self) -> None:
         """Whatever the router gave us, and whatever we still had to say of it, is void."""
         self._outbox.clear()
         self._held.clear()
+        self._pusher.part_all()
         self._perform(self._machine.reset(time.monotonic()))
 
     def _leave(self) -> None:
@@ -211,12 +247,12 @@ class Control:
         match item:
             case Leave():
                 self._leave()
-            case Progress():
+            case Progress() | Met():
                 self._say(item)
             case LoadResult():
                 key = (item.ready.request_id, item.ready.attempt)
                 if item.tensors is None:
-                    self._perform(self._machine.step(jobs.LoadFailed(key, item.error), now))
+                    self._perform(self._machine.step(jobs.LoadFailed(key, item.code, item.error), now))
                 else:
                     self._tensors[key] = item.tensors
                     self._perform(self._machine.step(jobs.Loaded(key, item.seconds), now))
@@ -224,6 +260,10 @@ class Control:
                 self._perform(self._machine.step(_push_ended(item), now))
             case ComputeResult():
                 self._computed(item, now)
+            case jobs.Computed() | jobs.ComputeFailed():  # of the staging thread
+                self._computed(ComputeResult(item), now)
+            case jobs.ComputeEnded():
+                self._perform(self._machine.step(item, now))
             case _:
                 raise TypeError(f"nobody should post {item!r}")
 
@@ -267,9 +307,18 @@ class Control:
             receiver.close(action.slot)
 
     def _close_window(self, action: jobs.CloseWindow) -> None:
-        fenced = all([receiver.close(action.slot) for receiver in self._receivers]) or action.settled
+        for receiver in self._receivers:
+            receiver.close(action.slot)
+        fenced = action.settled or self._writers(action.slot.lease) is False
         event = jobs.WindowClosed(action.key, action.slot.lease, fenced)
         self._perform(self._machine.step(event, time.monotonic()))
+
+    def _writers(self, lease: LeaseId) -> bool | None:
+        """Whether somebody may be writing into a slot whose window is closed; None if an engine cannot know."""
+        settled = [receiver.settled(lease) for receiver in self._receivers]
+        if False in settled:
+            return True
+        return None if None in settled else False
 
     def _tell(self, action: jobs.Send) -> None:
         self._say(action.message)
@@ -315,7 +364,7 @@ def _push_ended(result: PushResult) -> jobs.PushEnded:
         answer = PushFailed(
             request_id=push.request_id,
             attempt=push.attempt,
-            receiver=push.incarnation,
+            receiver=push.peer.incarnation,
             lease=push.slot.lease,
             settled=result.settled,
             reason=result.error[:4096],
@@ -324,7 +373,7 @@ def _push_ended(result: PushResult) -> jobs.PushEnded:
         answer = Pushed(
             request_id=push.request_id,
             attempt=push.attempt,
-            receiver=push.incarnation,
+            receiver=push.peer.incarnation,
             lease=push.slot.lease,
             engine=result.engine,
             nbytes=result.nbytes,

@@ -15,6 +15,8 @@ import torch
 from diffcluster.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import numpy as np
     import numpy.typing as npt
 
@@ -22,7 +24,7 @@ __all__ = ["AcceleratorDevice", "CpuDevice", "Device", "open_device"]
 
 
 class Device(Protocol):
-    """Where a role computes. Each copying thread calls `copying` for its own stream."""
+    """Where a role computes. A thread that copies has an instance, and so a stream, of its own."""
 
     torch_device: torch.device
 
@@ -32,11 +34,17 @@ class Device(Protocol):
     def unpin(self, region: npt.NDArray[np.uint8]) -> None:
         """Undo `pin`."""
 
-    def copying(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, copies go to a stream of the calling thread that first waits for what compute has queued."""
+    def mark(self) -> torch.Event | None:
+        """What compute has queued so far. For the thread that computes."""
+
+    def copying(self, after: torch.Event | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Within it, copies go to this instance's stream, behind `after`, and not behind what compute queues later."""
 
     def finish(self) -> None:
         """Wait, on the host, until the copies queued within `copying` have happened."""
+
+    def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors made within `copying` will be used by compute: their memory is not reused before it has done so."""
 
 
 class CpuDevice:
@@ -51,11 +59,19 @@ class CpuDevice:
     def unpin(self, region: npt.NDArray[np.uint8]) -> None:
         """Nothing to do."""
 
-    def copying(self) -> contextlib.AbstractContextManager[Any]:
+    def mark(self) -> torch.Event | None:
+        """Compute has happened when its call returns."""
+        return None
+
+    def copying(self, after: torch.Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Nothing to do."""
+        del after
         return contextlib.nullcontext()
 
     def finish(self) -> None:
+        """Nothing to do."""
+
+    def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do."""
 
 
@@ -69,20 +85,29 @@ class AcceleratorDevice:
 
     def pin(self, region: npt.NDArray[np.uint8]) -> None:
         """Register the region with CUDA; other kinds of device copy from pageable memory."""
-        if self.torch_device.type == "cuda" and region.nbytes:
-            status = torch.cuda.cudart().cudaHostRegister(region.ctypes.data, region.nbytes, 0)  # type: ignore[no-untyped-call]
-            if int(status) != 0:
-                raise ConfigError("role.receive_bytes", f"cannot page-lock {region.nbytes} bytes: CUDA error {int(status)}")
+        if self.torch_device.type != "cuda" or not region.nbytes:
+            return
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostRegister(region.ctypes.data, region.nbytes, 0))
+        if status != 0:
+            raise ConfigError("role.receive_bytes", f"cannot page-lock {region.nbytes} bytes: CUDA error {status}")
 
     def unpin(self, region: npt.NDArray[np.uint8]) -> None:
         """Take the registration back."""
         if self.torch_device.type == "cuda" and region.nbytes:
             torch.cuda.cudart().cudaHostUnregister(region.ctypes.data)  # type: ignore[no-untyped-call]
 
+    def mark(self) -> torch.Event | None:
+        """An event at the end of the compute stream."""
+        event = torch.Event(device=self.torch_device)
+        event.record(self._compute)
+        return event
+
     @contextlib.contextmanager
-    def copying(self) -> Any:
-        """Switch to the copy stream, behind what compute has queued."""
-        self._stream.wait_stream(self._compute)
+    def copying(self, after: torch.Event | None = None) -> Iterator[None]:
+        """Switch to the copy stream, joined to compute by `after`."""
+        if after is not None:
+            self._stream.wait_event(after)
         with self._stream:
             yield
 
@@ -91,6 +116,11 @@ class AcceleratorDevice:
         event = torch.Event(device=self.torch_device)
         event.record(self._stream)
         event.synchronize()
+
+    def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tell the allocator about the second stream."""
+        for tensor in tensors:
+            tensor.record_stream(self._compute)
 
 
 def open_device(name: str) -> Device:

@@ -1,10 +1,21 @@
-"""What a role holds: its jobs, the leases of its two regions, and what of them is quarantined. Under the role's machine."""
+"""What a role holds: its jobs, the leases of its two regions, what of them is quarantined. Under the role's machine."""
 
 from __future__ import annotations
 
 from diffcluster.errors import FailureCode
 from diffcluster.ids import LeaseId
-from diffcluster.messages import Allocate, Cancel, Evict, Failed, Push, Ready, Release, RoleToRouter, Submit
+from diffcluster.messages import (
+    Allocate,
+    Cancel,
+    Evict,
+    Failed,
+    Push,
+    Ready,
+    Release,
+    RoleToRouter,
+    SlotAddress,
+    Submit,
+)  # fmt: skip
 from diffcluster.roles.jobs import Action, CloseWindow, Forget, Job, Key, Send
 from diffcluster.tensors import Manifest
 from diffcluster.transport.slots import Ledger
@@ -19,6 +30,8 @@ class Holdings:
         self.receive, self.send = Ledger(receive_bytes), Ledger(send_bytes)
         self.jobs: dict[Key, Job] = {}
         self.staged: dict[Key, Manifest] = {}
+        self.grants: dict[LeaseId, SlotAddress] = {}
+        """Slots that were leased ahead, and that no request is known to use."""
         self.quarantine: dict[tuple[str, LeaseId], float] = {}
         """When each quarantined lease of ("receive" | "send") may be freed at the latest."""
         self._quarantine_s = quarantine_s
@@ -68,6 +81,15 @@ class Holdings:
         """Quarantine a lease of the "receive" or the "send" region."""
         (self.receive if region == "receive" else self.send).move(lease, "quarantined")
         self.quarantine[(region, lease)] = self.now + self._quarantine_s
+
+    def review_quarantine(self, writers: dict[LeaseId, bool]) -> None:
+        """Free what nobody can touch any more; `writers` as in `Tick`. An engine that knows better overrules the time:
+        a peer that was stopped in the middle of a write goes on with it however much later.
+        """
+        for (region, lease), until in list(self.quarantine.items()):
+            known = writers.get(lease) if region == "receive" else None
+            if known is False or (known is None and until <= self.now):
+                self.take_back(region, lease)
 
     def take_back(self, region: str, lease: LeaseId) -> None:
         """Free a lease that was quarantined."""

@@ -9,21 +9,53 @@ from msgspec import Struct
 from diffcluster.errors import FailureCode
 from diffcluster.ids import LeaseId, RequestId
 from diffcluster.messages import (
-    Allocate, Cancel, Evict, FileInfo, ImageParameters, Push, Pushed, PushFailed, Ready, Release, RoleToRouter, SlotAddress,
+    Allocate,
+    Cancel,
+    Evict,
+    FileInfo,
+    ImageParameters,
+    Push,
+    Pushed,
+    PushFailed,
+    Ready,
+    Release,
+    RoleToRouter,
+    SlotAddress,
     Submit,
+    Ungrant,
 )  # fmt: skip
 from diffcluster.tensors import Manifest
 
 __all__ = [
-    "Action", "CancelCompute", "CloseWindow", "Computed", "ComputeFailed", "Event", "Forget", "Job", "Key", "LoadFailed",
-    "Loaded", "OpenWindow", "Phase", "PushEnded", "SealWindow", "Send", "StartCompute", "StartLoad", "StartPush", "Tick",
+    "Action",
+    "CancelCompute",
+    "CloseWindow",
+    "ComputeEnded",
+    "ComputeFailed",
+    "Computed",
+    "Event",
+    "Forget",
+    "Job",
+    "Joined",
+    "Key",
+    "LoadFailed",
+    "Loaded",
+    "OpenWindow",
+    "Phase",
+    "PushEnded",
+    "SealWindow",
+    "Send",
+    "StartCompute",
+    "StartLoad",
+    "StartPush",
+    "Tick",
     "WindowClosed",
 ]  # fmt: skip
 
 Key = tuple[RequestId, int]
 """A request and which attempt at it."""
 
-Phase = Literal["leased", "ready", "loading", "loaded", "computing", "staged"]
+Phase = Literal["leased", "ready", "loading", "loaded", "computing", "packing", "staged"]
 
 
 class Job(Struct):
@@ -56,20 +88,28 @@ class Loaded(Struct, frozen=True):
 
 
 class LoadFailed(Struct, frozen=True):
-    """The prefetch thread could not."""
+    """The prefetch thread could not. `code` is `transfer_failed` if the bytes are not those that were sent."""
 
     key: Key
+    code: FailureCode
     reason: str
 
 
+class ComputeEnded(Struct, frozen=True):
+    """The compute thread is free for the next request, while this one's output is being written to its lease."""
+
+    key: Key
+
+
 class Computed(Struct, frozen=True):
-    """The compute thread has written the output to its lease (`manifest`), or made files."""
+    """The output is in its lease (`manifest`), or files were made. `seconds` were spent computing."""
 
     key: Key
     seconds: float
     manifest: Manifest | None
     scalars: dict[str, float | int | str]
     files: tuple[FileInfo, ...]
+    checksum: str | None = None
 
 
 class ComputeFailed(Struct, frozen=True):
@@ -89,20 +129,31 @@ class PushEnded(Struct, frozen=True):
 
 
 class WindowClosed(Struct, frozen=True):
-    """Peers are locked out of a receive slot. `fenced`: nobody can be writing into it any more."""
+    """Peers are locked out of a receive slot. `fenced`: nobody can be writing into it any more.
 
-    key: Key
+    `key` is None if the router need not hear of it.
+    """
+
+    key: Key | None
     lease: LeaseId
     fenced: bool
 
 
 class Tick(Struct, frozen=True):
-    """Time has passed."""
+    """Time has passed. `writers` says of quarantined receive slots what their engines know: False that nobody can be
+    writing any more, True that somebody may be; of one that is not named, only its time tells.
+    """
+
+    writers: dict[LeaseId, bool] = {}
+
+
+class Joined(Struct, frozen=True):
+    """The router has taken this instance in, and knows of nothing that it holds."""
 
 
 Event = (
-    Submit | Allocate | Push | Ready | Release | Evict | Cancel
-    | Loaded | LoadFailed | Computed | ComputeFailed | PushEnded | WindowClosed | Tick
+    Submit | Allocate | Ungrant | Push | Ready | Release | Evict | Cancel
+    | Loaded | LoadFailed | Computed | ComputeEnded | ComputeFailed | PushEnded | WindowClosed | Tick | Joined
 )  # fmt: skip
 
 
@@ -124,7 +175,7 @@ class OpenWindow(Struct, frozen=True):
 class CloseWindow(Struct, frozen=True):
     """Lock peers out, and report `WindowClosed`. `settled`: the router knows that nobody writes."""
 
-    key: Key
+    key: Key | None
     slot: SlotAddress
     settled: bool
 

@@ -1,8 +1,10 @@
 """What a role does next: the life of each request in it, as a pure state machine.
 
     receiver:  Allocate -> LEASED -Ready-> READY -> LOADING -> LOADED -> COMPUTING -> ...
+    granted:   ... --------------- Ready-> READY -> ...
     first:     Submit ---------------------------------------> LOADED -> COMPUTING -> ...
-    then:      ... -> STAGED (-Push-> a transfer, -> STAGED) -Release-> gone        or, at the last stage, Done -> gone
+    then:      ... -> PACKING -> STAGED (-Push-> a transfer, -> STAGED) -Release-> gone
+    last:      ... -> Done, gone
 
 `step(event, now)` takes a message of the router or a report of a worker thread, and returns what to do. One request
 is computed at a time; the next one is loaded meanwhile; transfers run beside both. Three rules are never broken:
@@ -15,19 +17,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from diffcluster.errors import FailureCode, ManifestError
-from diffcluster.ids import LeaseId
+from diffcluster.errors import ManifestError
 from diffcluster.messages import (
-    Allocate, Allocated, AllocationRefused, Cancel, Cancelled, Done, Evict, Evicted, Failed, ImageParameters, Push,
-    PushFailed, Ready, Release, RoleHeartbeat, RoleToRouter, SlotAddress, Staged, StageTimings, Submit,
+    Allocate,
+    Allocated,
+    AllocationRefused,
+    Cancel,
+    Cancelled,
+    Done,
+    Evict,
+    Evicted,
+    ImageParameters,
+    Push,
+    PushFailed,
+    Ready,
+    Release,
+    RoleHeartbeat,
+    Staged,
+    StageTimings,
+    Submit,
+    Ungrant,
 )  # fmt: skip
-from diffcluster.roles.holdings import Holdings
+from diffcluster.roles.grants import Granting
 from diffcluster.roles.jobs import (
-    Action, CancelCompute, CloseWindow, Computed, ComputeFailed, Event, Forget, Job, Key, Loaded, LoadFailed, OpenWindow,
-    PushEnded, SealWindow, Send, StartCompute, StartLoad, StartPush, Tick, WindowClosed,
+    Action,
+    CancelCompute,
+    Computed,
+    ComputeEnded,
+    ComputeFailed,
+    Event,
+    Forget,
+    Job,
+    Joined,
+    Loaded,
+    LoadFailed,
+    PushEnded,
+    SealWindow,
+    Send,
+    StartCompute,
+    StartLoad,
+    StartPush,
+    Tick,
+    WindowClosed,
 )  # fmt: skip
-from diffcluster.tensors import Manifest, check
-from diffcluster.transport.slots import Ledger
+from diffcluster.tensors import check
 
 __all__ = ["RoleMachine"]
 
@@ -35,8 +68,11 @@ _LOAD_AHEAD: Final = 1
 """Requests whose tensors may lie on the device while another one computes."""
 
 
-class RoleMachine(Holdings):
-    """All requests of one role. `output_bytes` is the stage's bound; `new_token` draws a slot's capability."""
+class RoleMachine(Granting):
+    """All requests of one role. `output_bytes` is the stage's bound; `new_token` draws a slot's capability.
+
+    Without `overlap`, load, compute and push come one after another: to see what it is worth.
+    """
 
     def __init__(
         self,
@@ -45,15 +81,18 @@ class RoleMachine(Holdings):
         quarantine_s: float,
         output_bytes: Callable[[ImageParameters], int],
         new_token: Callable[[], str],
+        grants: int = 0,
+        *,
+        overlap: bool = True,
     ) -> None:
-        super().__init__(receive_bytes, send_bytes, quarantine_s)
-        self._output_bytes, self._new_token = output_bytes, new_token
+        super().__init__(receive_bytes, send_bytes, quarantine_s, grants, new_token)
+        self._output_bytes, self._overlap = output_bytes, overlap
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit, Allocate: self._on_allocate, Ready: self._on_ready, Push: self._on_push,
             Release: self._on_release, Evict: self._on_evict, Cancel: self._on_cancel,
-            Loaded: self._on_loaded, LoadFailed: self._on_load_failed, Computed: self._on_computed,
-            ComputeFailed: self._on_compute_failed, PushEnded: self._on_push_ended, WindowClosed: self._on_window_closed,
-            Tick: self._on_tick,
+            Loaded: self._on_loaded, LoadFailed: self._on_load_failed, ComputeEnded: self._on_compute_ended,
+            Computed: self._on_computed, ComputeFailed: self._on_compute_failed, PushEnded: self._on_push_ended,
+            WindowClosed: self._on_window_closed, Tick: self._on_tick, Ungrant: self.on_ungrant, Joined: self.on_joined,
         }  # fmt: skip
 
     # ------------------------------------------------------------ the interface
@@ -70,6 +109,7 @@ class RoleMachine(Holdings):
         self.now, self.actions = now, []
         for request_id, attempt in list(self.jobs):
             self._on_cancel(Cancel(request_id=request_id, attempt=attempt))
+        self.void_grants()
         self._advance()
         return [action for action in self.actions if not isinstance(action, Send)]
 
@@ -84,6 +124,8 @@ class RoleMachine(Holdings):
             receive_quarantined=receive["quarantined"],
             send_free=self.send.bytes_by_state()["free"],
             resident_bytes=resident_bytes,
+            receive_largest=self.receive.largest_free(),
+            granted=len(self.grants),
         )
 
     # ------------------------------------------------------------ messages of the router
@@ -101,24 +143,23 @@ class RoleMachine(Holdings):
             reason = f"{event.nbytes} bytes are more than the receive region's {self.receive.capacity}"
             self.say(AllocationRefused(request_id=key[0], attempt=key[1], permanent=True, reason=reason))
             return
-        lease = self.receive.lease(event.nbytes)
-        if lease is None:
+        slot = self.open_slot(event.nbytes)
+        self.note_size(event.nbytes, refused=slot is None)
+        if slot is None:
             self.say(AllocationRefused(request_id=key[0], attempt=key[1], permanent=False, reason="no free slot"))
             return
-        slot = SlotAddress(lease.id, lease.offset, lease.nbytes, self._new_token())
         self.jobs[key] = Job(key, "leased", self.now, slot=slot)
-        self.do(OpenWindow(slot))
         self.say(Allocated(request_id=key[0], attempt=key[1], slot=slot))
 
     def _on_ready(self, event: Ready) -> None:
-        job = self.job(event)
+        job = self.job(event) or self.claim(event)
         if job is None or job.phase != "leased" or job.slot is None or job.slot.lease != event.lease:
             return
         self.do(SealWindow(job.slot))
         try:
             check(event.manifest, job.slot.nbytes)
         except ManifestError as error:
-            self.fail(job, "worker_error", str(error))
+            self.fail(job, "transfer_failed", str(error))
             return
         self.receive.move(event.lease, "full")
         job.phase, job.ready, job.parameters, job.since = "ready", event, event.parameters, self.now
@@ -130,7 +171,7 @@ class RoleMachine(Holdings):
             failed = PushFailed(
                 request_id=event.request_id,
                 attempt=event.attempt,
-                receiver=event.incarnation,
+                receiver=event.peer.incarnation,
                 lease=event.slot.lease,
                 settled=True,
                 reason="nothing is staged for this request",
@@ -158,6 +199,8 @@ class RoleMachine(Holdings):
             if event.settled:
                 self.take_back("receive", event.lease)
             return
+        if self.evict_grant(event):
+            return
         job = self.job(event)
         if job is not None and job.phase == "leased" and job.slot is not None and job.slot.lease == event.lease:
             self.close_window(job, settled=event.settled)
@@ -172,7 +215,7 @@ class RoleMachine(Holdings):
         elif job.phase == "computing":
             job.gone = True
             self.do(CancelCompute(job.key))
-        elif job.phase == "loading":
+        elif job.phase in ("loading", "packing"):
             job.gone = True
         elif job.phase == "staged":
             job.gone = True
@@ -198,7 +241,10 @@ class RoleMachine(Holdings):
             self.drop(job)
             self.say(Cancelled(request_id=job.key[0], attempt=job.key[1]))
         else:
-            self.fail(job, "worker_error", event.reason)
+            self.fail(job, event.code, event.reason)
+
+    def _on_compute_ended(self, event: ComputeEnded) -> None:
+        self.jobs[event.key].phase = "packing"
 
     def _on_computed(self, event: Computed) -> None:
         job = self.jobs[event.key]
@@ -212,11 +258,11 @@ class RoleMachine(Holdings):
             self.staged[job.key] = event.manifest
             job.phase = "staged"
             self.do(Forget(job.key))
-            self.say(
-                Staged(
-                    request_id=request_id, attempt=attempt, manifest=event.manifest, scalars=event.scalars, timings=timings
-                )
-            )
+            staged = Staged(
+                request_id=request_id, attempt=attempt, manifest=event.manifest, scalars=event.scalars, timings=timings,
+                checksum=event.checksum,
+            )  # fmt: skip
+            self.say(staged)
         else:
             self.drop(job)
             self.say(Done(request_id=request_id, attempt=attempt, files=event.files, timings=timings))
@@ -244,24 +290,32 @@ class RoleMachine(Holdings):
             self.receive.free(event.lease)
         else:
             self.put_aside("receive", event.lease)
-        request_id, attempt = event.key
-        self.say(
-            Evicted(request_id=request_id, attempt=attempt, lease=event.lease, quarantined=not event.fenced)
-        )
+        if event.key is not None:
+            request_id, attempt = event.key
+            evicted = Evicted(request_id=request_id, attempt=attempt, lease=event.lease, quarantined=not event.fenced)
+            self.say(evicted)
 
     def _on_tick(self, event: Tick) -> None:
-        del event
-        for region, lease in [entry for entry, until in self.quarantine.items() if until <= self.now]:
-            self.take_back(region, lease)
+        self.review_quarantine(event.writers)
 
     # ------------------------------------------------------------ what can start, starts
 
     def _advance(self) -> None:
         """Start a computation and a load, if there is one to start and room for it."""
         # In this order: what begins to compute makes room on the device for what is loaded next.
-        if not any(job.phase == "computing" for job in self.jobs.values()):
+        if not self._is_busy():
             self._advance_compute()
-        self._advance_load()
+        if self._overlap or not self._is_busy():
+            self._advance_load()
+        self.advance_grants()
+
+    def _is_busy(self) -> bool:
+        """Whether a computation has to wait for another one; without overlap, also for what else is going on."""
+        others = () if self._overlap else ("packing", "loading")
+        return any(
+            job.phase == "computing" or job.phase in others or (job.pushing > 0 and not self._overlap)
+            for job in self.jobs.values()
+        )
 
     def _advance_compute(self) -> None:
         for job in [job for job in self.jobs.values() if job.phase == "loaded"]:

@@ -25,6 +25,7 @@ from diffcluster.roles.machine import RoleMachine
 from diffcluster.roles.monolithic import MonolithicStage
 from diffcluster.roles.pipelines import load_adapter
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
+from diffcluster.roles.staging import Stager
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.engines import open_receiver
 from diffcluster.transport.engines.base import EngineOptions, Receiver
@@ -34,17 +35,17 @@ from diffcluster.transport.prefetch import Prefetcher
 from diffcluster.transport.push import Pusher
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
-
-    from collections.abc import Callable
 
     from diffcluster.config import RoleConfig
     from diffcluster.roles.pipelines.base import Adapter
     from diffcluster.roles.stage import Stage
     from diffcluster.tensors import Manifest
 
-__all__ = ["run"]
+__all__ = ["run", "serve"]
 
 _log = logging.getLogger(__name__)
 _STAGES: Final[dict[Role, Callable[[Adapter], Stage]]] = {
@@ -55,24 +56,34 @@ _STAGES: Final[dict[Role, Callable[[Adapter], Stage]]] = {
 }
 _RECEIVES: Final[frozenset[Role]] = frozenset({"denoiser", "decoder"})
 _SENDS: Final[frozenset[Role]] = frozenset({"encoder", "denoiser"})
-_ENGINES: Final[dict[str, tuple[EngineKind, ...]]] = {"auto": ("shm", "tcp"), "shm": ("shm",), "tcp": ("tcp",)}
+_ENGINES: Final[dict[str, tuple[EngineKind, ...]]] = {
+    "auto": ("shm", "tcp"),
+    "shm": ("shm",),
+    "tcp": ("tcp",),
+    "mooncake": ("mooncake",),
+}
 
 
 def run(role: Role, config: RoleConfig) -> int:
-    """Serve as `role` until asked to leave; the exit status.
+    """Load the model and serve as `role` until asked to leave; the exit status.
 
     Raises:
         ConfigError, ModelError, AddressInUseError: it could not start.
     """
-    if config.quarantine_s <= config.transfer_timeout_s:
-        problem = f"must be more than role.transfer_timeout_s, which is {config.transfer_timeout_s}"
-        raise ConfigError("role.quarantine_s", f"{problem}, got {config.quarantine_s}")
     torch.set_num_threads(compute_threads(config.threads))
     device = open_device(config.device)
     dtype = _dtype(config.dtype, device)
     directory = ModelDirectory(find_model(config.model), config.model_id)
     _log.info("%s of %s on %s in %s", role, directory.path, device.torch_device, str(dtype).removeprefix("torch."))
-    stage: Stage = _STAGES[role](load_adapter(directory, role, device.torch_device, dtype))
+    adapter = load_adapter(directory, role, device.torch_device, dtype)
+    return serve(role, config, _STAGES[role](adapter), device, dtype)
+
+
+def serve(role: Role, config: RoleConfig, stage: Stage, device: Device, dtype: torch.dtype) -> int:
+    """Serve `stage` as `role` until asked to leave; the exit status. Of the main thread, which computes."""
+    if config.quarantine_s <= config.transfer_timeout_s:
+        problem = f"must be more than role.transfer_timeout_s, which is {config.transfer_timeout_s}"
+        raise ConfigError("role.quarantine_s", f"{problem}, got {config.quarantine_s}")
     receive = Arena(config.receive_bytes, shared=True) if role in _RECEIVES else None
     send = Arena(config.send_bytes, shared=False) if role in _SENDS else None
     arenas = [arena for arena in (receive, send) if arena is not None]
@@ -82,7 +93,7 @@ def run(role: Role, config: RoleConfig) -> int:
             device.pin(arena.array)
         receivers += _open_receivers(config, receive)
         register = _register(role, config, stage, device, dtype, receivers, receive)
-        return _serve(config, register, stage, device, receive, send, receivers)
+        return _run_threads(config, register, stage, device, receive, send, receivers)
     finally:
         for receiver in receivers:
             receiver.stop()
@@ -91,7 +102,7 @@ def run(role: Role, config: RoleConfig) -> int:
             arena.close()
 
 
-def _serve(
+def _run_threads(
     config: RoleConfig,
     register: Register,
     stage: Stage,
@@ -101,23 +112,22 @@ def _serve(
     receivers: list[Receiver],
 ) -> int:
     control = Control(config, register, receive, send)
-    compute = ComputeLoop(stage, device, control.inbox.post)
+    stager = Stager(open_device(config.device), control.inbox.post, checksum=config.checksum)
+    compute = ComputeLoop(stage, device, stager, control.inbox.post)
     prefetcher = Prefetcher(_SlotLoader(config.device), control.inbox.post)
-    pusher = Pusher(register.host, config.transfer_timeout_s, control.inbox.post)
-    machine = RoleMachine(
-        receive.nbytes if receive else 0, send.nbytes if send else 0, config.quarantine_s, stage.output_bytes, new_token
-    )
-    control.attach(machine, compute, prefetcher, pusher, receivers)
+    pusher = Pusher(register.host, config.transfer_timeout_s, config.transfer_window, control.inbox.post)
+    control.attach(_machine(config, stage, receive, send), compute, prefetcher, pusher, receivers)
     thread = threading.Thread(target=control.run, name="control")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: control.inbox.post(Leave()))
     prefetcher.start()
-    pusher.start()
+    stager.start()
     thread.start()
     try:
         compute.run()
     finally:
         thread.join()
+        stager.stop()
         prefetcher.stop()
         pusher.stop()
         compute.close()
@@ -127,6 +137,18 @@ def _serve(
         return 1
     _log.info("%s has left", register.name)
     return 0
+
+
+def _machine(config: RoleConfig, stage: Stage, receive: Arena | None, send: Arena | None) -> RoleMachine:
+    return RoleMachine(
+        receive.nbytes if receive else 0,
+        send.nbytes if send else 0,
+        config.quarantine_s,
+        stage.output_bytes,
+        new_token,
+        config.grants,
+        overlap=config.overlap,
+    )
 
 
 def _dtype(name: str, device: Device) -> torch.dtype:
@@ -182,4 +204,5 @@ class _SlotLoader:
         with torch.inference_mode(), self._device.copying():
             tensors = unpack(manifest, source, self._device.torch_device)
             self._device.finish()
+        self._device.hand_over(tensors.values())
         return tensors

@@ -61,7 +61,17 @@ class Discard(Struct, frozen=True):
 class Count(Struct, frozen=True):
     """Something happened that a metric counts."""
 
-    what: Literal["stale", "refused", "lost", "restarted", "registered", "push_failed", "allocation_refused"]
+    what: Literal[
+        "stale",
+        "refused",
+        "lost",
+        "restarted",
+        "registered",
+        "push_failed",
+        "allocation_refused",
+        "grant_used",
+        "grant_missed",
+    ]
     detail: str = ""
 
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from diffcluster.errors import FailureCode
 from diffcluster.ids import Incarnation, RequestId, Role
-from diffcluster.messages import Cancel, Evict, Release, RouterToRole
-from diffcluster.router.actions import Count, Fail, Send
-from diffcluster.router.membership import Membership
+from diffcluster.messages import Cancel, Evict, Release
+from diffcluster.router.actions import Count, Fail
+from diffcluster.router.links import Links
 from diffcluster.router.state import Key, Request
 
 __all__ = ["FIRST", "Endings"]
@@ -19,7 +19,7 @@ FIRST: Final[Role] = "encoder"
 """The queue of requests that have no route yet."""
 
 
-class Endings(Membership):
+class Endings(Links):
     """Changes of requests that are not an answer to a message of theirs."""
 
     def instance_lost(self, lost: Incarnation, *, blame: bool) -> None:
@@ -42,11 +42,18 @@ class Endings(Membership):
         losses = request.losses + blame
         if blame and losses >= self.limits.max_losses:
             self.update(replace(request, losses=losses))
-            self.fail(request.id, "worker_error", f"{losses} instances died while they worked on it; it is not tried again")
+            self.fail(
+                request.id, "worker_error", f"{losses} instances died while they worked on it; it is not tried again"
+            )
             return
         self.let_go(request)
         again = Request(
-            request.id, request.parameters, request.submitted_at, request.deadline, attempt=request.attempt + 1, losses=losses
+            request.id,
+            request.parameters,
+            request.submitted_at,
+            request.deadline,
+            attempt=request.attempt + 1,
+            losses=losses,
         )
         self.update(again)
         self.enqueue(FIRST, again)
@@ -103,10 +110,3 @@ class Endings(Membership):
     def update(self, request: Request) -> None:
         """Put the new state of a request in place of the old one."""
         self.cluster.requests[request.id] = request
-
-    def send(self, to: Incarnation, message: RouterToRole) -> None:
-        """Tell an instance, unless it has left."""
-        instance = self.cluster.instances.get(to)
-        if instance is not None:
-            self.change(to, said=instance.said + 1)
-            self.do(Send(to, message))

@@ -11,13 +11,29 @@ __all__ = ["violations"]
 
 def violations(cluster: Cluster) -> list[str]:
     """What is wrong with `cluster`; empty if nothing is."""
-    found = [f"{request.id}: {problem}" for request in cluster.requests.values() for problem in _of_request(cluster, request)]
-    found += [f"{i}: registered under another name" for i, x in cluster.instances.items() if cluster.names.get(x.name) != i]
+    found = [
+        f"{request.id}: {problem}" for request in cluster.requests.values() for problem in _of_request(cluster, request)
+    ]
+    found += [
+        f"{i}: registered under another name" for i, x in cluster.instances.items() if cluster.names.get(x.name) != i
+    ]
     for incarnation, instance in cluster.instances.items():
         if len(instance.busy) > instance.register.max_outstanding:
             found.append(f"{incarnation}: has {len(instance.busy)} requests, takes {instance.register.max_outstanding}")
+    for receiver, instance in cluster.instances.items():
+        leases = [slot.lease for slot in instance.grants]
+        leases += [x.slot.lease for x in cluster.requests.values() if x.receiver == receiver and x.slot is not None]
+        if len(leases) != len(set(leases)):
+            found.append(f"{receiver}: a slot is used twice, or used and granted: {sorted(leases)}")
+        found += [
+            f"{receiver}: linked to {other}, which is gone"
+            for other in instance.links
+            if other not in cluster.instances
+        ]
     for role, queue in cluster.queues.items():
-        found += [f"{request_id}: ended, but queued at {role}" for request_id in queue if request_id not in cluster.requests]
+        found += [
+            f"{request_id}: ended, but queued at {role}" for request_id in queue if request_id not in cluster.requests
+        ]
     return found
 
 
@@ -38,9 +54,9 @@ def _of_request(cluster: Cluster, request: Request) -> Iterator[str]:
         holder = cluster.instances.get(request.holder) if request.holder else None
         if request.staged is None or holder is None or request.key not in holder.retained:
             yield f"{request.phase}, but nothing is staged for it"
-    if request.phase == "running" and request.holder in cluster.instances:
-        if request.key not in cluster.instances[request.holder].busy:
-            yield "running, but its holder is not busy with it"
+    runs = request.phase == "running" and request.holder in cluster.instances
+    if runs and request.holder is not None and request.key not in cluster.instances[request.holder].busy:
+        yield "running, but its holder is not busy with it"
     upstream = cluster.instances.get(request.upstream) if request.upstream else None
     if upstream is not None and request.key not in upstream.retained:
         yield "running, but its input is not retained"

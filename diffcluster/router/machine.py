@@ -3,6 +3,7 @@
 `step(event)` changes the state and returns what to do. A request goes along its route like this, stage by stage:
 
     queued -Submit-> running -Staged-> waiting -Allocate-> allocating -Allocated/Push-> pushing -Pushed/Ready-> running
+                        |                 |---------- with a Grant in hand: Push ---------->|
                         |                 ^---- AllocationRefused ---'                     |
                         |                 ^---------------- PushFailed --------------------'
                         '-Done-> finished
@@ -20,17 +21,33 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from diffcluster.errors import FailureCode
-from diffcluster.ids import Incarnation, RequestId, Role
+from diffcluster.ids import Incarnation
 from diffcluster.messages import (
-    Allocate, Allocated, AllocationRefused, Cancel, Cancelled, Done, Drain, Evict, Evicted, Failed, Progress, Push, Pushed,
-    PushFailed, Ready, Register, Release, RoleHeartbeat, RouterToRole, Staged, StageTimings, Submit,
+    Allocated,
+    AllocationRefused,
+    Cancelled,
+    Done,
+    Drain,
+    Evict,
+    Evicted,
+    Failed,
+    Grant,
+    Met,
+    Progress,
+    Pushed,
+    PushFailed,
+    Ready,
+    Register,
+    Release,
+    RoleHeartbeat,
+    Staged,
+    StageTimings,
 )  # fmt: skip
 from diffcluster.router import events
-from diffcluster.router.actions import Action, Count, Discard, Fail, Finish, Note, Send, StageRecord
-from diffcluster.router.endings import FIRST, Endings
-from diffcluster.router.policy import least_loaded
-from diffcluster.router.state import ROUTES, Cluster, Instance, Key, Limits, Phase, Request
+from diffcluster.router.actions import Action, Count, Discard, Finish, Note, StageRecord
+from diffcluster.router.dispatch import Dispatch
+from diffcluster.router.endings import FIRST
+from diffcluster.router.state import Cluster, Key, Limits, Phase, Request
 
 __all__ = ["HANDLERS", "RouterMachine"]
 
@@ -39,7 +56,7 @@ _MAX_PUSH_FAILURES: Final = 3
 _Answer = Staged | Allocated | AllocationRefused | Pushed | PushFailed | Progress | Done | Failed | Cancelled | Evicted
 
 
-class RouterMachine(Endings):
+class RouterMachine(Dispatch):
     """The state, and the one way to change it."""
 
     def __init__(self, limits: Limits) -> None:
@@ -62,7 +79,7 @@ class RouterMachine(Endings):
             case events.Tick():
                 self._expire()
                 self.lose_silent()
-        self._dispatch()
+        self.dispatch()
         self.release_drained()
         return self.actions
 
@@ -84,7 +101,8 @@ class RouterMachine(Endings):
 
     def _heard(self, sender: Incarnation, message: Any, announced: bool) -> None:
         if isinstance(message, Register):
-            self.register(sender, message)
+            if self.register(sender, message):
+                self.introduce(sender)
         elif sender not in self.cluster.instances:
             self.refuse_stranger(sender)
         else:
@@ -94,16 +112,23 @@ class RouterMachine(Endings):
                 return
             if not announced:
                 self.count_heard(sender)
-            if isinstance(message, Drain):
-                self.change(sender, draining=True)
-            else:
-                self._answered(sender, message)
+            match message:
+                case Drain():
+                    self.change(sender, draining=True)
+                case Grant():
+                    self.granted(sender, message)
+                case Met():
+                    self.met(sender, message)
+                case _:
+                    self._answered(sender, message)
 
     def _answered(self, sender: Incarnation, message: _Answer) -> None:
-        """Book what the message says of the instance; then what it means for the request, if it still means anything."""
+        """Book what the message says of the instance; then what it means for the request, if it still does."""
         key = (message.request_id, message.attempt)
         if isinstance(message, (Staged, Done, Failed, Cancelled, AllocationRefused, Evicted)):
-            self.change(sender, busy=self.cluster.instances[sender].busy - {key}, full=isinstance(message, AllocationRefused))
+            self.change(
+                sender, busy=self.cluster.instances[sender].busy - {key}, full=isinstance(message, AllocationRefused)
+            )
         request = self.cluster.requests.get(message.request_id)
         handler = HANDLERS.get((type(message), request.phase)) if request and request.key == key else None
         if request is not None and handler is not None and handler(self, sender, request, message):
@@ -148,20 +173,7 @@ class RouterMachine(Endings):
     def _allocated(self, sender: Incarnation, request: Request, message: Allocated) -> bool:
         if sender != request.receiver or request.holder is None:
             return False
-        register = self.cluster.instances[sender].register
-        self.update(replace(request, phase="pushing", slot=message.slot))
-        self.send(
-            request.holder,
-            Push(
-                request_id=request.id,
-                attempt=request.attempt,
-                receiver=register.name,
-                incarnation=sender,
-                host=register.host,
-                sessions=register.sessions,
-                slot=message.slot,
-            ),
-        )
+        self.push(request, message.slot)
         return True
 
     def _allocation_refused(self, sender: Incarnation, request: Request, message: AllocationRefused) -> bool:
@@ -172,6 +184,7 @@ class RouterMachine(Endings):
             self.fail(request.id, "out_of_memory", f"no receiver can take its tensors: {message.reason}")
         else:
             self.wait_again(request)
+            self.give_grants_back(sender)
         return True
 
     def _pushed(self, sender: Incarnation, request: Request, message: Pushed) -> bool:
@@ -191,6 +204,7 @@ class RouterMachine(Endings):
             manifest=request.staged.manifest,
             scalars=request.staged.scalars,
             parameters=request.parameters,
+            checksum=request.staged.checksum,
         )
         self.send(request.receiver, ready)
         self.update(
@@ -212,13 +226,19 @@ class RouterMachine(Endings):
             return False
         assert request.receiver is not None
         self.do(Count("push_failed"))
-        self.do(Note(f"a push of {request.id} to {self.cluster.instances[request.receiver].name} failed: {message.reason}", True))
+        self.do(
+            Note(
+                f"a push of {request.id} to {self.cluster.instances[request.receiver].name} failed: {message.reason}",
+                True,
+            )
+        )
         evict = Evict(request_id=request.id, attempt=request.attempt, lease=message.lease, settled=message.settled)
         self.send(request.receiver, evict)
-        request = replace(request, push_failures=request.push_failures + 1)
+        failed_at = (*request.failed_at, request.receiver)
+        request = replace(request, push_failures=request.push_failures + 1, failed_at=failed_at)
         if request.push_failures >= _MAX_PUSH_FAILURES:
             self.update(replace(request, phase="waiting", receiver=None, slot=None))
-            self.fail(request.id, "worker_error", f"its tensors could not be handed over: {message.reason}")
+            self.fail(request.id, "transfer_failed", f"its tensors could not be handed over: {message.reason}")
         else:
             self.wait_again(request)
         return True
@@ -248,8 +268,14 @@ class RouterMachine(Endings):
             return False
         name = self.cluster.instances[sender].name
         self._stage_over(request)
-        self.update(replace(request, upstream=None, holder=None))
-        self.fail(request.id, message.code, f"{message.reason} ({name})" if message.code == "worker_error" else message.reason)
+        request = replace(request, upstream=None, holder=None, push_failures=request.push_failures + 1)
+        self.update(request)
+        if message.code == "transfer_failed" and request.push_failures < _MAX_PUSH_FAILURES:
+            self.do(Note(f"what {name} received for {request.id} cannot be used: {message.reason}", warning=True))
+            self.restart(request, blame=False)
+        else:
+            reason = f"{message.reason} ({name})" if message.code == "worker_error" else message.reason
+            self.fail(request.id, message.code, reason)
         return True
 
     def _stage_over(self, request: Request) -> None:
@@ -260,65 +286,8 @@ class RouterMachine(Endings):
     @staticmethod
     def _timed(request: Request, timings: StageTimings) -> tuple[StageRecord, ...]:
         *before, last = request.stages
-        done = replace(
-            last, queued_s=timings.queued_s, loaded_s=timings.loaded_s, computed_s=timings.computed_s
-        )
+        done = replace(last, queued_s=timings.queued_s, loaded_s=timings.loaded_s, computed_s=timings.computed_s)
         return (*before, done)
-
-    # ------------------------------------------------------------ dispatch
-
-    def _dispatch(self) -> None:
-        """Give what waits to whoever has room."""
-        for role in ROUTES[0]:
-            queue = self.cluster.queues.setdefault(role, {})
-            given, full = [], set()
-            for request_id in queue:
-                request = self.cluster.requests[request_id]
-                chosen = None if request.parameters.model in full else self._choose(role, request)
-                if chosen is not None:
-                    given.append(request_id)
-                    self._give(chosen, request)
-                elif not self._is_being_evicted(role, request):
-                    full.add(request.parameters.model)
-                if full.issuperset(self.cluster.models):
-                    break  # nobody further back can have more luck
-            for request_id in given:
-                del queue[request_id]
-
-    def _choose(self, role: Role, request: Request) -> Incarnation | None:
-        """An instance of `role`; for a request without a route, one of the first pool of any route that is complete."""
-        model = request.parameters.model
-        if request.route:
-            return least_loaded(self._receivers(role, request))
-        complete = [route for route in ROUTES if all(self.pool(pool, model) for pool in route)]
-        return least_loaded([instance for route in complete for instance in self.pool(route[0], model)])
-
-    def _receivers(self, role: Role, request: Request) -> list[tuple[Incarnation, Instance]]:
-        """Instances that may be asked for a slot: of those whose region is large enough, or if none is, of all."""
-        assert request.staged is not None, "what looks for a receiver is staged"
-        nbytes = request.staged.manifest.nbytes
-        pool = self.pool(role, request.parameters.model)
-        large = [entry for entry in pool if entry[1].register.slot_bytes >= nbytes]
-        return [entry for entry in large or pool if request.key not in entry[1].busy]
-
-    def _is_being_evicted(self, role: Role, request: Request) -> bool:
-        """An instance that gave it a slot has not answered `Evict` yet: until then it is not asked again, so that what
-        it says of this attempt means one slot only."""
-        return any(request.key in instance.busy for _, instance in self.pool(role, request.parameters.model))
-
-    def _give(self, chosen: Incarnation, request: Request) -> None:
-        instance = self.cluster.instances[chosen]
-        self.change(chosen, busy=instance.busy | {request.key}, given=instance.given + 1)
-        if request.phase == "queued":
-            route = next(route for route in ROUTES if route[0] == instance.role)
-            record = StageRecord(instance.role, instance.name, 0.0, 0.0, 0.0)
-            self.update(replace(request, phase="running", route=route, holder=chosen, stages=(record,)))
-            self.send(chosen, Submit(request_id=request.id, attempt=request.attempt, parameters=request.parameters))
-        else:
-            assert request.staged is not None, "what waits for a receiver is staged"
-            self.update(replace(request, phase="allocating", receiver=chosen))
-            nbytes = request.staged.manifest.nbytes
-            self.send(chosen, Allocate(request_id=request.id, attempt=request.attempt, nbytes=nbytes))
 
 
 HANDLERS: Final[dict[tuple[type, Phase], Callable[[RouterMachine, Incarnation, Request, Any], bool]]] = {

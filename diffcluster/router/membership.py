@@ -8,7 +8,16 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from diffcluster.ids import Incarnation, Role
-from diffcluster.messages import PROTOCOL_VERSION, Drained, Refused, Register, Registered, RoleHeartbeat, RouterHeartbeat
+from diffcluster.messages import (
+    PROTOCOL_VERSION,
+    Drained,
+    Refused,
+    Register,
+    Registered,
+    RoleHeartbeat,
+    RouterHeartbeat,
+    RouterToRole,
+)
 from diffcluster.router.actions import Action, Count, Note, Send
 from diffcluster.router.state import Cluster, Instance, Limits
 
@@ -27,12 +36,12 @@ class Membership(ABC):
         self.actions: list[Action] = []
         self._ticked = 0.0
 
-    def register(self, sender: Incarnation, register: Register) -> None:
-        """Take an instance in, or say why not. Known already: its answer was lost, so answer again."""
+    def register(self, sender: Incarnation, register: Register) -> bool:
+        """Take an instance in, or say why not; True if it is new. If not, its answer was lost, so answer again."""
         problem = self._problem(sender, register)
         if problem:
             self._refuse(sender, problem, again=False)
-            return
+            return False
         fresh = sender not in self.cluster.instances
         if fresh:
             self._replace(register)
@@ -44,6 +53,7 @@ class Membership(ABC):
         self.seen(sender)
         answer = Registered(fresh=fresh, heartbeat_s=self.limits.heartbeat_s, bulk_port=self.limits.bulk_port)
         self.do(Send(sender, answer))
+        return fresh
 
     def _problem(self, sender: Incarnation, register: Register) -> str:
         if register.version != PROTOCOL_VERSION:
@@ -134,6 +144,17 @@ class Membership(ABC):
                 self.do(Note(f"{instance.name} has left"))
                 self._remove(incarnation)
 
+    @abstractmethod
+    def parted(self, incarnation: Incarnation, instance: Instance) -> None:
+        """What follows for those that wrote to an instance which is not there any more; the links' part."""
+
+    def send(self, to: Incarnation, message: RouterToRole) -> None:
+        """Tell an instance, unless it has left."""
+        instance = self.cluster.instances.get(to)
+        if instance is not None:
+            self.change(to, said=instance.said + 1)
+            self.do(Send(to, message))
+
     def pool(self, role: Role, model: str) -> list[tuple[Incarnation, Instance]]:
         """Instances of a role that serve `model`."""
         return [entry for entry in self.cluster.pool(role) if entry[1].register.model.id == model]
@@ -152,6 +173,7 @@ class Membership(ABC):
         instance = self.cluster.instances.pop(incarnation, None)
         if instance is not None:
             del self.cluster.names[instance.name]
+            self.parted(incarnation, instance)
         return instance
 
     def _refuse(self, sender: Incarnation, reason: str, *, again: bool) -> None:

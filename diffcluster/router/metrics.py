@@ -62,11 +62,15 @@ def _requests(snapshot: Snapshot) -> Iterator[Metric]:
     ended = (((outcome,), float(count)) for outcome, count in totals.ended.items())
     yield _counter("diffcluster_requests", "Requests that have ended, by outcome.", ["outcome"], ended)
     phases = [request.phase for request in snapshot.requests.values()]
-    now = (((phase,), float(phases.count(phase))) for phase in ("queued", "running", "waiting", "allocating", "pushing"))
+    now = (
+        ((phase,), float(phases.count(phase))) for phase in ("queued", "running", "waiting", "allocating", "pushing")
+    )
     yield _gauge("diffcluster_requests_in_progress", "Requests now, by phase.", ["phase"], now)
     waiting = (((role,), float(count)) for role, count in snapshot.queues.items())
     yield _gauge("diffcluster_queue_length", "Requests that wait for an instance of a role.", ["role"], waiting)
-    whole = HistogramMetricFamily("diffcluster_request_duration_seconds", "Time of finished requests, queueing included.")
+    whole = HistogramMetricFamily(
+        "diffcluster_request_duration_seconds", "Time of finished requests, queueing included."
+    )
     _add(whole, [], totals.requests)
     yield whole
     stages = HistogramMetricFamily("diffcluster_stage_compute_seconds", "Time that a stage computed.", labels=["role"])
@@ -83,21 +87,39 @@ def _instances(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("diffcluster_instance_requests", "Requests in an instance's hands.", ["role", "instance"], busy)
     beats = [(i, i.heartbeat) for i in instances if i.heartbeat is not None]
     resident = (((i.role, i.name), float(beat.resident_bytes)) for i, beat in beats)
-    yield _gauge("diffcluster_instance_resident_bytes", "Resident memory of an instance.", ["role", "instance"], resident)
+    yield _gauge(
+        "diffcluster_instance_resident_bytes", "Resident memory of an instance.", ["role", "instance"], resident
+    )
     free = [((i.role, i.name, "receive"), float(beat.receive_free)) for i, beat in beats]
     free += [((i.role, i.name, "send"), float(beat.send_free)) for i, beat in beats]
     yield _gauge("diffcluster_slot_free_bytes", "Free bytes of a region.", ["role", "instance", "region"], free)
     quarantined = (((i.role, i.name), float(beat.receive_quarantined)) for i, beat in beats)
     text = "Bytes of slots that someone may still write."
     yield _gauge("diffcluster_slot_quarantined_bytes", text, ["role", "instance"], quarantined)
+    largest = (((i.role, i.name), float(beat.receive_largest)) for i, beat in beats)
+    text = "Largest free range of the receive region: with the free bytes, how fragmented it is."
+    yield _gauge("diffcluster_slot_largest_free_bytes", text, ["role", "instance"], largest)
+    granted = (((i.role, i.name), float(beat.granted)) for i, beat in beats)
+    yield _gauge("diffcluster_slots_granted", "Slots leased ahead and not used yet.", ["role", "instance"], granted)
     happened = (((what, detail), float(count)) for (what, detail), count in snapshot.totals.counts.items())
     yield _counter("diffcluster_events", "What has happened in the control plane.", ["event", "detail"], happened)
     bad = [((), float(snapshot.totals.bad_frames))]
-    yield _counter("diffcluster_bad_frames", "Frames on the control or bulk port that are no messages of ours.", [], bad)
+    yield _counter(
+        "diffcluster_bad_frames", "Frames on the control or bulk port that are no messages of ours.", [], bad
+    )
 
 
 def _transfers(snapshot: Snapshot) -> Iterator[Metric]:
     totals = snapshot.totals
+    names = {incarnation: instance.name for incarnation, instance in snapshot.instances.items()}
+    links = [
+        ((instance.name, names[receiver], engine or "none"), 1.0)
+        for instance in snapshot.instances.values()
+        for receiver, engine in instance.links.items()
+        if receiver in names
+    ]
+    text = "How a sender writes to a receiver; `none` if it has tried and cannot."
+    yield _gauge("diffcluster_link_info", text, ["sender", "receiver", "engine"], links)
     labels = ["role", "engine"]
     count = ((key, float(value)) for key, value in totals.transfers.items())
     yield _counter("diffcluster_transfers", "Hand-offs of finished requests, by receiver and engine.", labels, count)

@@ -139,7 +139,7 @@ class DiffusionServer:
         self._started.set_result(None)
         try:
             self._serve()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a bug: all requests end with an error, and so does the process
             _log.exception("the router's thread failed")
             self._on_fatal(f"{type(error).__name__}: {error}")
         finally:
@@ -229,7 +229,7 @@ class DiffusionServer:
             self._step(events.Heard(sender, done, now, announced=True))
 
     def _bad_frame(self, peer: bytes, error: WireError) -> None:
-        """Count it, and log the first of each peer. It is told, so that a mere mismatch of versions can be seen there."""
+        """Count it, and log the first of each peer. It is told, so that a mismatch of versions can be seen there."""
         self._totals.bad_frames += 1
         if peer not in self._told:
             if len(self._told) >= _REMEMBERED:

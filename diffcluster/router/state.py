@@ -7,7 +7,7 @@ from typing import Final, Literal
 from msgspec import Struct, field
 
 from diffcluster.ids import PIPELINE_ROUTE, Incarnation, InstanceName, LeaseId, RequestId, Role
-from diffcluster.messages import ImageParameters, ModelFacts, Register, RoleHeartbeat, SlotAddress, Staged
+from diffcluster.messages import EngineKind, ImageParameters, ModelFacts, Register, RoleHeartbeat, SlotAddress, Staged
 from diffcluster.router.actions import StageRecord
 
 __all__ = ["ROUTES", "Cluster", "Instance", "Key", "Limits", "Phase", "Request"]
@@ -51,6 +51,10 @@ class Instance(Struct, frozen=True):
     draining: bool = False
     full: bool = False
     """It refused a slot; ask no more until it reports that something became free."""
+    grants: tuple[SlotAddress, ...] = ()
+    """Slots that it leased ahead, and that no request uses yet."""
+    links: dict[Incarnation, EngineKind | None] = {}
+    """How it reaches the receivers that it has met; None: not at all."""
     heartbeat: RoleHeartbeat | None = None
 
     @property
@@ -82,12 +86,14 @@ class Request(Struct, frozen=True):
     staged: Staged | None = None
     losses: int = 0
     push_failures: int = 0
+    failed_at: tuple[Incarnation, ...] = ()
+    """Receivers to which pushes of this attempt failed, once for each time."""
     step: int = 0
     stages: tuple[StageRecord, ...] = ()
 
     @property
     def key(self) -> Key:
-        """This attempt."""
+        """The request and its attempt."""
         return (self.id, self.attempt)
 
 

@@ -1,4 +1,4 @@
-"""ZeroMQ: the control link and the bulk link between the router and its roles. The only module that makes sockets of it.
+"""ZeroMQ: the control link and the bulk link between the router and its roles. The only module with sockets of it.
 
 Control carries small typed messages; bulk carries finished files in pieces, on a connection of its own, so that a
 heartbeat never waits behind a video. A role's identity on both is its incarnation, so a role that reconnects, or whose

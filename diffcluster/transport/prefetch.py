@@ -13,8 +13,10 @@ import numpy.typing as npt
 import torch
 from msgspec import Struct
 
+from diffcluster.errors import FailureCode, ManifestError
 from diffcluster.messages import Ready
 from diffcluster.tensors import Manifest
+from diffcluster.transport.checksum import checksum_of
 from diffcluster.transport.mailbox import Mailbox
 
 __all__ = ["LoadResult", "Prefetcher"]
@@ -36,6 +38,7 @@ class LoadResult(Struct, frozen=True):
     seconds: float
     tensors: dict[str, torch.Tensor] | None
     error: str = ""
+    code: FailureCode = "worker_error"
 
 
 class Prefetcher:
@@ -71,8 +74,18 @@ class Prefetcher:
     def _load(self, ready: Ready, source: npt.NDArray[np.uint8]) -> LoadResult:
         started = time.monotonic()
         try:
+            _verify(ready, source)
             tensors = self._loader(ready.manifest, source)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and not the thread
             _log.warning("loading the input of %s failed: %s", ready.request_id, error)
-            return LoadResult(ready, time.monotonic() - started, None, f"{type(error).__name__}: {error}")
+            code: FailureCode = "transfer_failed" if isinstance(error, ManifestError) else "worker_error"
+            return LoadResult(ready, time.monotonic() - started, None, f"{type(error).__name__}: {error}", code)
         return LoadResult(ready, time.monotonic() - started, tensors)
+
+
+def _verify(ready: Ready, source: npt.NDArray[np.uint8]) -> None:
+    if ready.checksum is None:
+        return
+    found = checksum_of(source[: ready.manifest.nbytes])
+    if found != ready.checksum:
+        raise ManifestError(f"the bytes that arrived have checksum {found}, those that were sent {ready.checksum}")

@@ -21,12 +21,13 @@ def round_trip(device: Device) -> None:
             "b": torch.arange(5, device=device.torch_device),
         }
         manifest = manifest_of(sent)
-        with device.copying():
+        with device.copying(device.mark()):
             pack(sent, manifest, region)
             device.finish()
         with device.copying():
             got = unpack(manifest, region, device.torch_device)
             device.finish()
+        device.hand_over(got.values())
         assert all(torch.equal(got[name], sent[name]) for name in sent)
     finally:
         device.unpin(region)
@@ -55,11 +56,35 @@ def test_copies_wait_for_what_compute_has_queued() -> None:
             big = torch.full((4096, 4096), float(value), device=device.torch_device)
             sent = {"x": (big @ torch.eye(4096, device=device.torch_device))[:1024]}
             manifest = manifest_of(sent)
-            with device.copying():
+            with device.copying(device.mark()):
                 pack(sent, manifest, region)
                 device.finish()
             assert bool((region[: manifest.nbytes].view(np.float32) == value).all())
     finally:
+        device.unpin(region)
+
+
+@pytest.mark.gpu
+def test_copies_do_not_wait_for_what_compute_queues_later() -> None:
+    """A copy that waited for all of compute would end after it; so it is seen to end while compute still runs."""
+    device = open_device("auto")
+    region = np.zeros(1 << 20, np.uint8)
+    device.pin(region)
+    try:
+        sent = {"x": torch.ones(1000, device=device.torch_device)}
+        manifest = manifest_of(sent)
+        matrix = torch.randn(8192, 8192, device=device.torch_device)
+        made = device.mark()
+        for _ in range(50):
+            matrix = torch.tanh(matrix @ matrix)
+        later = device.mark()
+        with device.copying(made):
+            pack(sent, manifest, region)
+            device.finish()
+        assert later is not None
+        assert not later.query()
+    finally:
+        torch.accelerator.synchronize()
         device.unpin(region)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
+from diffcluster.errors import FailureCode
 from diffcluster.ids import HostId, InstanceName, LeaseId, RequestId
 from diffcluster.messages import (
     Allocate,
@@ -19,12 +20,14 @@ from diffcluster.messages import (
     Evicted,
     Failed,
     FileInfo,
+    Peer,
     Push,
     Pushed,
     PushFailed,
     Ready,
     Release,
     Submit,
+    Ungrant,
 )  # fmt: skip
 from diffcluster.roles import jobs
 from diffcluster.roles.jobs import Key
@@ -39,19 +42,21 @@ ENDS = (Done, Failed, AllocationRefused, Evicted)
 class RoleShell:
     """`fences` is what the engine answers when a window is closed."""
 
-    def __init__(self, receive: int = 8, send: int = 8) -> None:
+    def __init__(self, receive: int = 8, send: int = 8, grants: int = 0, *, overlap: bool = True) -> None:
         self.machine = RoleMachine(
-            receive * GRANULE, send * GRANULE, QUARANTINE_S, lambda wanted: wanted.seed * GRANULE, lambda: TOKEN
-        )
+            receive * GRANULE, send * GRANULE, QUARANTINE_S, lambda wanted: wanted.seed * GRANULE, lambda: TOKEN,
+            grants, overlap=overlap,
+        )  # fmt: skip
         self.now = 0.0
         self.fences = True
         self.sent: list[Any] = []
         self.loads: list[jobs.StartLoad] = []
         self.computes: list[jobs.StartCompute] = []
+        self.packs: list[jobs.StartCompute] = []
         self.pushes: list[jobs.StartPush] = []
         self.cancelled: set[Key] = set()
         self.tensors: set[Key] = set()
-        self.windows: dict[LeaseId, Key] = {}
+        self.windows: set[LeaseId] = set()
         self.outcomes: defaultdict[Key, Counter[str]] = defaultdict(Counter)
         self.read_later: dict[LeaseId, float] = {}
         """Send leases that an engine may still read, and until when."""
@@ -74,16 +79,16 @@ class RoleShell:
                     self._note(action.message)
                 case jobs.OpenWindow():
                     assert action.slot.lease not in self.windows
-                    self.windows[action.slot.lease] = self.key_of(action.slot.lease)
+                    self.windows.add(action.slot.lease)
                 case jobs.CloseWindow():
-                    del self.windows[action.slot.lease]
+                    self.windows.remove(action.slot.lease)
                     fenced = self.fences or action.settled
                     if not fenced:
                         self.written_later[action.slot.lease] = self.now + QUARANTINE_S
                     closed = jobs.WindowClosed(action.key, action.slot.lease, fenced)
                     self._perform(self.machine.step(closed, self.now))
                 case jobs.SealWindow():
-                    del self.windows[action.slot.lease]
+                    self.windows.remove(action.slot.lease)
                 case jobs.StartLoad():
                     self.loads.append(action)
                 case jobs.StartCompute():
@@ -96,10 +101,6 @@ class RoleShell:
                     self.pushes.append(action)
                 case jobs.Forget():
                     self.tensors.discard(action.key)
-
-    def key_of(self, lease: LeaseId) -> Key:
-        """Whose receive slot it is."""
-        return next(job.key for job in self.machine.jobs.values() if job.slot is not None and job.slot.lease == lease)
 
     def _note(self, message: Any) -> None:
         self.sent.append(message)
@@ -127,8 +128,8 @@ class RoleShell:
 
     def push(self, name: str, lease: int = 1) -> list[Any]:
         message = Push(
-            request_id=RequestId(name), attempt=1, receiver=InstanceName("peer"), incarnation=incarnation(9),
-            host=HostId("h"), sessions=(), slot=slot(lease),
+            request_id=RequestId(name), attempt=1, peer=Peer(InstanceName("peer"), incarnation(9), HostId("h"), ()),
+            slot=slot(lease),
         )  # fmt: skip
         return self.step(message)
 
@@ -147,13 +148,33 @@ class RoleShell:
             self.written_later.pop(LeaseId(lease), None)
         return self.step(Evict(request_id=RequestId(name), attempt=1, lease=LeaseId(lease), settled=settled))
 
-    def after(self, seconds: float) -> list[Any]:
-        """Let time pass."""
+    def ungrant(self, *leases: int) -> list[Any]:
+        return self.step(Ungrant(leases=tuple(map(LeaseId, leases))))
+
+    def joined(self) -> list[Any]:
+        return self.step(jobs.Joined())
+
+    def reset(self) -> list[Any]:
+        """The router knows of nothing any more; what is said all the same."""
+        before = len(self.sent)
+        actions = self.machine.reset(self.now)
+        assert not any(isinstance(action, jobs.Send) for action in actions)
+        self._perform(actions)
+        self.check()
+        return self.sent[before:]
+
+    def after(self, seconds: float, writers: dict[int, bool] | None = None) -> list[Any]:
+        """Let time pass. `writers`: what engines know of those who may still write."""
         self.now += seconds
         for later in (self.read_later, self.written_later):
             for lease in [lease for lease, until in later.items() if until <= self.now]:
                 del later[lease]
-        return self.step(jobs.Tick())
+        for lease, writes in (writers or {}).items():
+            if writes:
+                self.written_later[LeaseId(lease)] = self.now + QUARANTINE_S
+            else:
+                self.written_later.pop(LeaseId(lease), None)
+        return self.step(jobs.Tick({LeaseId(lease): writes for lease, writes in (writers or {}).items()}))
 
     # ------------------------------------------------------------ the threads finish something
 
@@ -163,12 +184,22 @@ class RoleShell:
         self.tensors.add(key)
         return self.step(jobs.Loaded(key, 0.0))
 
-    def load_failed(self) -> list[Any]:
+    def load_failed(self, code: FailureCode = "worker_error") -> list[Any]:
         ready = self.loads.pop().ready
-        return self.step(jobs.LoadFailed((ready.request_id, ready.attempt), "no"))
+        return self.step(jobs.LoadFailed((ready.request_id, ready.attempt), code, "no"))
+
+    def compute_ended(self) -> list[Any]:
+        """The output is still to be written to its lease, by another thread."""
+        self.packs.append(self.computes.pop())
+        return self.step(jobs.ComputeEnded(self.packs[-1].key))
+
+    def packed(self) -> list[Any]:
+        return self._computed(self.packs.pop(0))
 
     def computed(self) -> list[Any]:
-        work = self.computes.pop()
+        return self._computed(self.computes.pop())
+
+    def _computed(self, work: jobs.StartCompute) -> list[Any]:
         if work.output is None:
             event = jobs.Computed(work.key, 0.0, None, {}, (FileInfo("image/png", 1),))
         else:
@@ -181,7 +212,7 @@ class RoleShell:
     def pushed(self, index: int = 0) -> list[Any]:
         push = self.pushes.pop(index).push
         answer = Pushed(
-            request_id=push.request_id, attempt=push.attempt, receiver=push.incarnation, lease=push.slot.lease,
+            request_id=push.request_id, attempt=push.attempt, receiver=push.peer.incarnation, lease=push.slot.lease,
             engine="tcp", nbytes=1, seconds=0.0,
         )  # fmt: skip
         return self.step(jobs.PushEnded(push, answer, False))
@@ -193,7 +224,7 @@ class RoleShell:
             assert output is not None
             self.read_later[output] = self.now + QUARANTINE_S
         answer = PushFailed(
-            request_id=push.request_id, attempt=push.attempt, receiver=push.incarnation, lease=push.slot.lease,
+            request_id=push.request_id, attempt=push.attempt, receiver=push.peer.incarnation, lease=push.slot.lease,
             settled=settled, reason="no",
         )  # fmt: skip
         return self.step(jobs.PushEnded(push, answer, not settled))
@@ -205,12 +236,14 @@ class RoleShell:
         machine = self.machine
         slots = {job.slot.lease for job in machine.jobs.values() if job.slot is not None}
         outputs = {job.output for job in machine.jobs.values() if job.output is not None}
-        self._check_ledger(machine.receive, slots, "receive")
+        assert not slots & set(machine.grants), "a grant is a job's slot"
+        self._check_ledger(machine.receive, slots | set(machine.grants), "receive")
         self._check_ledger(machine.send, outputs, "send")
         self._check_threads()
         self._check_idle()
         leased = {job.slot.lease for job in machine.jobs.values() if job.phase == "leased" and job.slot is not None}
-        assert set(self.windows) == leased, "peers may write into a slot exactly while it is leased"
+        problem = "peers may write into a slot exactly while it is leased or granted"
+        assert self.windows == leased | set(machine.grants), problem
         for job in machine.jobs.values():
             assert (job.slot is not None) == (job.phase in ("leased", "ready", "loading")), "a slot is free once loaded"
         for key, counts in self.outcomes.items():
@@ -236,7 +269,7 @@ class RoleShell:
             held = machine.receive.get(load.slot.lease)
             assert held is not None
             assert held.state == "loading"
-        for work in self.computes:
+        for work in (*self.computes, *self.packs):
             output = machine.jobs[work.key].output
             lease = machine.send.get(output) if output is not None else None
             assert (lease is None) == (work.output is None) == (work.parameters.seed == 0)
@@ -256,19 +289,29 @@ class RoleShell:
         """Whatever could start has started."""
         phases = Counter(job.phase for job in self.machine.jobs.values())
         assert phases["computing"] == len(self.computes)
+        assert phases["packing"] == len(self.packs)
         assert phases["loading"] == len(self.loads)
+        if not self.machine._overlap and (self.packs or self.loads or self.pushes):
+            return
         if not self.computes:
             for job in self.machine.jobs.values():
                 if job.phase == "loaded":
                     assert job.parameters is not None
                     assert self.machine.send.largest_free() < job.parameters.seed * GRANULE
         if phases["ready"] and not self.loads:
-            assert self.tensors
+            assert self.tensors or (self.computes and not self.machine._overlap)
 
     # ------------------------------------------------------------ the end
 
+    def _without_grants(self) -> list[Any]:
+        """Void the grants alone, and make no new ones."""
+        self.machine.actions = []
+        self.machine.void_grants()
+        return self.machine.actions
+
     def finish(self) -> None:
         """Complete all work, give everything back, and see that nothing is left."""
+        self._perform(self._without_grants())
         for _ in range(1000):
             if not self.machine.jobs:
                 break
@@ -280,6 +323,7 @@ class RoleShell:
             for complete, work in (
                 (self.loaded, self.loads),
                 (self.computed, self.computes),
+                (self.packed, self.packs),
                 (self.pushed, self.pushes),
             ):
                 if work:

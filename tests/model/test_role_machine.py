@@ -129,7 +129,7 @@ def test_an_output_that_can_never_fit_fails(role: RoleShell) -> None:
 def test_a_manifest_that_does_not_fit_its_slot_fails_the_request(role: RoleShell) -> None:
     role.allocate("a")
     [failed] = role.ready("a", nbytes=2 * GRANULE)
-    assert (failed.code, role.machine.jobs) == ("worker_error", {})
+    assert (failed.code, role.machine.jobs) == ("transfer_failed", {})
 
 
 def test_a_load_that_fails_frees_the_slot(role: RoleShell) -> None:
@@ -312,11 +312,7 @@ def test_a_reset_gives_up_everything_and_says_nothing(role: RoleShell) -> None:
     role.push("b")
     role.submit("c")
     role.allocate("d")
-    before = list(role.sent)
-    actions = role.machine.reset(role.now)
-    assert "Send" not in names(actions)
-    role._perform(actions)
-    assert names(role.sent[len(before) :]) == ["Evicted"]
+    assert role.reset() == []
     assert set(role.machine.jobs) == {("b", 1), ("c", 1)}
     assert names(role.computed()) == ["Cancelled"]
     role.pushed()
@@ -338,9 +334,10 @@ def test_the_heartbeat_counts_what_waits_and_what_is_free(role: RoleShell) -> No
 class AnyOrder(RuleBasedStateMachine):
     """Requests of all kinds and sizes; messages at any time, right or late; threads that finish when they like."""
 
-    @initialize(receive=st.integers(2, 6), send=st.integers(2, 6))
-    def begin(self, receive: int, send: int) -> None:
-        self.role = RoleShell(receive, send)
+    @initialize(receive=st.integers(2, 6), send=st.integers(2, 6), grants=st.integers(0, 2), overlap=st.booleans())
+    def begin(self, receive: int, send: int, grants: int, overlap: bool) -> None:
+        self.role = RoleShell(receive, send, grants, overlap=overlap)
+        self.role.joined()
         self.known: list[str] = []
         self.cancels: set[str] = set()
 
@@ -377,6 +374,25 @@ class AnyOrder(RuleBasedStateMachine):
         if name := self._pick(index, "leased"):
             self.role.ready(name, output, granules * GRANULE)
 
+    def _grant(self, index: int) -> int:
+        return sorted(self.role.machine.grants)[index % len(self.role.machine.grants)]
+
+    @precondition(lambda self: self.role.machine.grants)
+    @rule(index=st.integers(0, 100), output=st.integers(0, 3), granules=st.integers(1, 2))
+    def ready_on_a_grant(self, index: int, output: int, granules: int) -> None:
+        self.role.ready(self._new(), output, granules * GRANULE, self._grant(index))
+
+    @precondition(lambda self: self.role.machine.grants)
+    @rule(index=st.integers(0, 100), settled=st.booleans(), fences=st.booleans())
+    def evict_a_grant(self, index: int, settled: bool, fences: bool) -> None:
+        self.role.fences = fences
+        self.role.evict(self._new(), self._grant(index), settled=settled)
+
+    @precondition(lambda self: self.role.machine.grants)
+    @rule(index=st.integers(0, 100))
+    def ungrant(self, index: int) -> None:
+        self.role.ungrant(self._grant(index))
+
     @rule(index=st.integers(0, 100), settled=st.booleans(), fences=st.booleans())
     def evict(self, index: int, settled: bool, fences: bool) -> None:
         self.role.fences = fences
@@ -410,6 +426,16 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(works=st.booleans())
     def compute_ends(self, works: bool) -> None:
         self.role.computed() if works else self.role.compute_failed()
+
+    @precondition(lambda self: self.role.computes and self.role.computes[0].output is not None)
+    @rule()
+    def compute_ends_and_its_output_is_to_be_written(self) -> None:
+        self.role.compute_ended()
+
+    @precondition(lambda self: self.role.packs)
+    @rule()
+    def output_is_written(self) -> None:
+        self.role.packed()
 
     @precondition(lambda self: self.role.pushes)
     @rule(index=st.integers(0, 100), works=st.booleans(), settled=st.booleans())
@@ -448,7 +474,7 @@ MUTANTS = {
     "a source that is still read is freed": ("_on_push_ended", "job.source_held or event.source_held", "False"),
     "a slot that is still written is freed": ("_on_window_closed", "if event.fenced:", "if True:"),
     "a loaded slot is kept": ("_on_loaded", "self.free_slot(job)", "pass"),
-    "two compute at a time": ("_advance", 'not any(job.phase == "computing" for job in self.jobs.values())', "True"),
+    "two compute at a time": ("_advance", "if not self._is_busy():", "if True:"),
     "nothing is loaded ahead": ("_advance_load", "ahead < _LOAD_AHEAD", "ahead < 0"),
 }
 SHORT = settings(

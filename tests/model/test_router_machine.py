@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from diffcluster.ids import Role
 from diffcluster.messages import Pushed
 from diffcluster.router import machine as router_machine
+from diffcluster.router.dispatch import Dispatch
 from diffcluster.router.endings import Endings
 from diffcluster.router.machine import HANDLERS, RouterMachine
 from tests.model.explore import explore
@@ -125,7 +126,7 @@ MUTANTS: dict[str, tuple[type, str, str, str, Callable[[], World]]] = {
         WORLDS["one of two instances dies"],
     ),
     "a receiver is asked again before it has answered the eviction": (
-        RouterMachine, "_receivers", "if request.key not in entry[1].busy", "",
+        Dispatch, "_receivers", "if request.key not in entry[1].busy", "",
         WORLDS["a write that may still land, and a cancel"],
     ),
     "an evicted slot is called settled while it is written": (

@@ -28,6 +28,8 @@ LIMITS = Limits(heartbeat_s=1e9, max_losses=3, bulk_port=1)
 DEADLINE = 100.0
 PARAMETERS, MANIFEST = parameters(), manifest()
 LAST: frozenset[Role] = frozenset({"decoder", "monolithic"})
+_NO_PART_OF_THIS = (m.Meet, m.Part)
+"""Who knows whom changes nothing for table roles; nor do they lease ahead. The world of handoffs has both."""
 
 Said = tuple[Any, ...]
 """A message in a queue: its type's name, and what matters of it. Small and hashable."""
@@ -148,7 +150,7 @@ class World:
             ),
             tuple(
                 (r.id, r.phase, r.stage, r.attempt, r.holder, r.upstream, r.receiver, r.slot and r.slot.lease,
-                 r.losses, r.push_failures)
+                 r.losses, r.push_failures, r.failed_at)
                 for r in cluster.requests.values()
             ),
             tuple(tuple(queue) for queue in cluster.queues.values()), frozenset(cluster.closing),
@@ -274,7 +276,7 @@ class World:
         if isinstance(message, m.Ready):
             there = (to, message.lease) in self.complete or not self.roles[to].alive
             _demand(there, "Ready before all bytes were there")
-        if self.roles[to].alive:
+        if self.roles[to].alive and not isinstance(message, _NO_PART_OF_THIS):
             self.down[to] += (brief(message),)
 
     def _hear(self, sender: Incarnation) -> None:
@@ -498,7 +500,7 @@ def brief(message: Any) -> Said:
     name = type(message).__name__
     match message:
         case m.Push():
-            return (name, message.request_id, message.attempt, message.incarnation, message.slot.lease)
+            return (name, message.request_id, message.attempt, message.peer.incarnation, message.slot.lease)
         case m.Ready():
             return (name, message.request_id, message.attempt, message.lease)
         case m.Evict():

@@ -38,6 +38,8 @@ from diffcluster.local import LocalCluster, Plan
 DEMO = Path(diffcluster.__file__).parent / "models" / "demo"
 GENERATIONS = "/v1/images/generations"
 QUIET = ("--log-level", "warning")
+ROLE = (*QUIET, "--checksum")
+"""Flags of all roles: every hand-off is checked, bit by bit."""
 ANY_PORT = ("--port", "0", "--control-port", "0")
 MAX_PIXELS = 65_536
 _NORMAL = {"num_inference_steps": 1, "size": "64x64"}
@@ -254,7 +256,7 @@ def served(plan: Plan) -> Iterator[LocalCluster]:
 def cluster() -> Iterator[LocalCluster]:
     """One encoder, two denoisers, one decoder. None of its processes may be harmed."""
     roles = {"encoder": 1, "denoiser": 2, "decoder": 1}
-    with served(Plan(roles, QUIET, [*ANY_PORT, *QUIET])) as cluster:
+    with served(Plan(roles, ROLE, [*ANY_PORT, *QUIET])) as cluster:
         yield cluster
 
 
@@ -267,7 +269,7 @@ def server(cluster: LocalCluster) -> Server:
 def tcp_server() -> Iterator[Server]:
     """A cluster whose tensors travel by TCP alone."""
     roles = {"encoder": 1, "denoiser": 1, "decoder": 1}
-    with served(Plan(roles, [*QUIET, "--engine", "tcp"], [*ANY_PORT, *QUIET])) as cluster:
+    with served(Plan(roles, [*ROLE, "--engine", "tcp"], [*ANY_PORT, *QUIET])) as cluster:
         yield Server(cluster.url)
 
 
@@ -283,7 +285,7 @@ class Early:
 def monolithic() -> Iterator[tuple[Server, Early]]:
     """One process for all stages, behind a router that makes small pictures only."""
     router = [*ANY_PORT, *QUIET, "--max-pixels", str(MAX_PIXELS)]
-    with LocalCluster(Plan({"monolithic": 1}, QUIET, router)) as cluster:
+    with LocalCluster(Plan({"monolithic": 1}, ROLE, router)) as cluster:
         server = Server(cluster.url)
         early = Early(server)
         cluster.wait_ready()

@@ -327,7 +327,7 @@ def test_idle_instances_hold_nothing(server: Server) -> None:
         instances = server.instances().values()
         return all(
             i["outstanding"] == i["retained"] == 0
-            and i["receive_free"] == i["slot_bytes"]
+            and i["receive_free"] + i["granted_bytes"] == i["slot_bytes"]
             and i["receive_quarantined"] == 0
             and i["last_seen_s"] < 3
             for i in instances

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.process.conftest import ANY_PORT, DEMO, QUIET, Server, eventually, marked, pixels, read_until, run, running
+from tests.process.conftest import (
+    ANY_PORT,
+    DEMO,
+    QUIET,
+    Server,
+    command,
+    eventually,
+    marked,
+    pixels,
+    read_until,
+    run,
+    running,
+)  # fmt: skip
 
 COMMANDS = ["up", "generate", "status", "model-path", "router", "encoder", "denoiser", "decoder", "monolithic"]
 ONE_ROLE = ("--encoders", "0", "--denoisers", "0", "--decoders", "0", "--monolithics", "1", "--port", "0")
@@ -308,3 +322,26 @@ def test_up_serves_starts_again_what_dies_and_takes_its_children_along(mark: str
         assert alive == []
         process.communicate(timeout=10)
     assert marked(mark) == []
+
+
+# ---------------------------------------------------------------- limits of the machine
+
+
+@pytest.mark.parametrize("arguments", [("router", *ANY_PORT), ("denoiser", "--router", NOWHERE)])
+def test_too_few_descriptors_are_an_error_at_the_start(arguments: tuple[str, ...]) -> None:
+    few = shlex.join(["ulimit", "-n", "128"]) + "; exec " + shlex.join(command(*arguments))
+    done = subprocess.run(["bash", "-c", few], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "RLIMIT_NOFILE: this process may open 128 files at one time" in done.stderr
+
+
+def test_an_engine_that_cannot_be_had_is_an_error_and_no_other_one_is_taken() -> None:
+    """Its library is hidden, as where it is not installed."""
+    hidden = "import sys; sys.modules['mooncake'] = None; sys.argv[1:] = %r; from diffcluster.cli import main; main()"
+    arguments = ["denoiser", "--engine", "mooncake", "--router", NOWHERE]
+    done = subprocess.run(
+        [sys.executable, "-c", hidden % (arguments,)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "role.engine" in done.stderr
+    assert "mooncake" in done.stderr

@@ -87,7 +87,7 @@ def holds_nothing(instance: dict[str, Any]) -> bool:
     """Of requests. A slot that a peer might still write stays quarantined for a while, rightly."""
     if instance["receive_free"] is None:  # it has registered, but its first heartbeat is still to come
         return False
-    unused = instance["receive_free"] + instance["receive_quarantined"]
+    unused = instance["receive_free"] + instance["receive_quarantined"] + instance["granted_bytes"]
     return instance["outstanding"] == instance["retained"] == 0 and unused == instance["slot_bytes"]
 
 

@@ -31,20 +31,24 @@ FROM_ROLE = [
     messages.Failed(**OF_REQUEST, code="nan_output", reason="NaN"),
     messages.Cancelled(**OF_REQUEST),
     messages.Evicted(**OF_REQUEST, lease=7, quarantined=True),
+    messages.Grant(slot=slot()),
+    messages.Met(receiver=incarnation(2), engine="shm"),
+    messages.Met(receiver=incarnation(2), engine=None, reason="no way"),
     messages.Drain(),
 ]
+PEER = messages.Peer("denoiser-1", incarnation(2), "h", register().sessions)
 FROM_ROUTER = [
     messages.Registered(fresh=True, heartbeat_s=1.0, bulk_port=1),
     messages.Refused(again=True, reason="not registered"),
     messages.RouterHeartbeat(),
     messages.Submit(**OF_REQUEST, parameters=parameters(extra={"x": 1.0})),
     messages.Allocate(**OF_REQUEST, nbytes=4096),
+    messages.Ungrant(leases=(3, 4)),
+    messages.Meet(peer=PEER),
+    messages.Part(receiver=incarnation(2)),
     messages.Push(
         **OF_REQUEST,
-        receiver="denoiser-1",
-        incarnation=incarnation(2),
-        host="h",
-        sessions=register().sessions,
+        peer=PEER,
         slot=slot(),
     ),
     messages.Ready(**OF_REQUEST, lease=7, manifest=manifest(), scalars={}, parameters=parameters()),

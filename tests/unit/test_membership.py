@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from diffcluster.ids import Incarnation, InstanceName, RequestId
 from diffcluster.messages import (
+    PROTOCOL_VERSION,
     Cancelled,
     Done,
     Drain,
@@ -71,9 +72,9 @@ def test_an_answer_that_was_lost_is_given_again_and_counts_once(machine: RouterM
 
 
 def test_another_protocol_version_is_refused_for_good(machine: RouterMachine) -> None:
-    refused = refusal(join(machine, register(version=2)))
+    refused = refusal(join(machine, register(version=PROTOCOL_VERSION + 1)))
     assert not refused.again
-    assert refused.reason == "it speaks protocol version 2, the router 1"
+    assert refused.reason == f"it speaks protocol version {PROTOCOL_VERSION + 1}, the router {PROTOCOL_VERSION}"
     assert machine.cluster.instances == {}
 
 

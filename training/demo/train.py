@@ -37,7 +37,7 @@ _RATE = 1.2e-3
 _TEXT_RATE = 4e-3
 _WARM_UP_STEPS = 150
 _MOVE_FROM, _MOVE_UNTIL = 0.5, 0.7
-"""Shares of the time between which sizes and places go from one to `_SPREAD`; a UNet that is given moves at once."""
+"""Shares of the time between which sizes and places go from one to `_SPREAD`; a given UNet moves at once."""
 _SPREAD = 0.5
 
 
@@ -236,7 +236,7 @@ def _tokens(tokenizer: CLIPTokenizer, texts: list[str]) -> torch.Tensor:
 
 @torch.no_grad()
 def _folded(encoder: nn.Module) -> nn.Conv2d:
-    """`encoder`, which is affine and looks at blocks of 8x8 pixels alone, as one convolution: a fraction of the time."""
+    """`encoder`, which is affine and looks at blocks of 8x8 pixels alone, as one convolution: much faster."""
     nothing = encoder(torch.zeros(1, 3, _BLOCK, _BLOCK))
     single = encoder(torch.eye(3 * _BLOCK * _BLOCK).view(-1, 3, _BLOCK, _BLOCK))
     folded = nn.Conv2d(3, nothing.shape[1], _BLOCK, stride=_BLOCK)

@@ -15,7 +15,8 @@ from diffcluster.messages import ModelFacts
 from diffcluster.router.http.schemas import Model, ModelList
 from diffcluster.router.metrics import exposition
 from diffcluster.router.snapshot import Snapshot
-from diffcluster.router.state import Instance, Request as Picture
+from diffcluster.router.state import Instance
+from diffcluster.router.state import Request as Picture
 
 __all__ = ["cluster", "health", "metrics", "model", "models", "ready", "request_status"]
 
@@ -95,14 +96,14 @@ async def cluster(request: Request[Any, Any, Any]) -> dict[str, Any]:
         "version": __version__,
         "ready": not snapshot.missing(),
         "control_port": request.app.state.server.control_port,
-        "instances": [_instance(i, instance, snapshot.now) for i, instance in snapshot.instances.items()],
+        "instances": [_instance(i, instance, snapshot) for i, instance in snapshot.instances.items()],
         "queues": dict(snapshot.queues),
         "requests": [_picture(picture, snapshot) for picture in snapshot.requests.values()],
         "ended": dict(snapshot.totals.ended),
     }
 
 
-def _instance(incarnation: Incarnation, instance: Instance, now: float) -> dict[str, Any]:
+def _instance(incarnation: Incarnation, instance: Instance, snapshot: Snapshot) -> dict[str, Any]:
     register, beat = instance.register, instance.heartbeat
     return {
         "name": register.name,
@@ -121,14 +122,22 @@ def _instance(incarnation: Incarnation, instance: Instance, now: float) -> dict[
         "engines": [session.kind for session in register.sessions],
         "slot_bytes": register.slot_bytes,
         "receive_free": beat.receive_free if beat else None,
+        "receive_largest": beat.receive_largest if beat else None,
         "receive_quarantined": beat.receive_quarantined if beat else None,
         "send_free": beat.send_free if beat else None,
+        "grants": len(instance.grants),
+        "granted_bytes": sum(slot.nbytes for slot in instance.grants),
+        "links": {
+            snapshot.instances[receiver].name: engine
+            for receiver, engine in instance.links.items()
+            if receiver in snapshot.instances
+        },
         "outstanding": len(instance.busy),
         "max_outstanding": register.max_outstanding,
         "retained": len(instance.retained),
         "draining": instance.draining,
-        "uptime_s": round(now - instance.registered_at, 3),
-        "last_seen_s": round(now - instance.last_seen, 3),
+        "uptime_s": round(snapshot.now - instance.registered_at, 3),
+        "last_seen_s": round(snapshot.now - instance.last_seen, 3),
     }
 
 

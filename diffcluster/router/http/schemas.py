@@ -17,19 +17,25 @@ class ImageRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     prompt: Annotated[str, Meta(description="What the picture shows; at most 32,000 characters.")]
     model: Annotated[str | None, Meta(description="Which model; may be left out if the cluster serves one.")] = None
-    n: Annotated[int | None, Meta(description="How many pictures; picture k has the seed `seed` + k. Default 1.")] = None
-    size: Annotated[str | None, Meta(description="`WIDTHxHEIGHT` in pixels, or `auto` for the model's own size.")] = None
+    n: Annotated[int | None, Meta(description="How many pictures; picture k has the seed `seed` + k. Default 1.")] = (
+        None
+    )
+    size: Annotated[str | None, Meta(description="`WIDTHxHEIGHT` in pixels, or `auto` for the model's own size.")] = (
+        None
+    )
     response_format: Annotated[
         Literal["b64_json", "url"] | None, Meta(description="`url` gives a data: URL. Default `b64_json`.")
     ] = None
     output_format: Annotated[Literal["png", "jpeg", "webp"] | None, Meta(description="Default `png`.")] = None
-    output_compression: Annotated[
-        int | None, Meta(description="Quality of JPEG and WebP, 0 to 100. Default 100.")
-    ] = None
+    output_compression: Annotated[int | None, Meta(description="Quality of JPEG and WebP, 0 to 100. Default 100.")] = (
+        None
+    )
     background: Annotated[
         Literal["transparent", "opaque", "auto"] | None, Meta(description="`transparent` is not supported.")
     ] = None
-    stream: Annotated[bool | None, Meta(description="Answer by server-sent events, one `completed` per picture.")] = None
+    stream: Annotated[bool | None, Meta(description="Answer by server-sent events, one `completed` per picture.")] = (
+        None
+    )
     partial_images: Annotated[
         int | None, Meta(description="0 to 3. Previews are not made yet: only `completed` events are sent.")
     ] = None

@@ -52,7 +52,9 @@ def run(config: RouterConfig, ready_fd: int | None = None) -> int:
                 uvicorn_server.should_exit = True
             port = listener.getsockname()[1]
             host = f"[{config.host}]" if ":" in config.host else config.host
-            _log.info("HTTP on http://%s:%d, roles on tcp://%s:%d", host, port, config.control_host, server.control_port)
+            _log.info(
+                "HTTP on http://%s:%d, roles on tcp://%s:%d", host, port, config.control_host, server.control_port
+            )
             if ready_fd is not None:
                 _tell(ready_fd, f"http://{host}:{port}", port, config.control_host, server.control_port)
             # uvicorn raises the signal that ended it once more; by default that would skip all that follows here.

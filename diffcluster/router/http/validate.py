@@ -79,7 +79,9 @@ def image_parameters(
     """
     count = _within("n", request.n, 1, 1, config.max_images)
     width, height = _size(request.size, facts, min(facts.max_pixels, config.max_pixels))
-    steps = _within("num_inference_steps", request.num_inference_steps, facts.num_inference_steps, 1, facts.max_inference_steps)
+    steps = _within(
+        "num_inference_steps", request.num_inference_steps, facts.num_inference_steps, 1, facts.max_inference_steps
+    )
     guidance = _number("guidance_scale", request.guidance_scale, facts.guidance_scale, 0.0, _MAX_GUIDANCE)
     seed = _within("seed", request.seed, -1, 0, _MAX_SEED - count + 1)
     if request.seed is None:
@@ -137,10 +139,14 @@ def _size(size: str | None, facts: ModelFacts, max_pixels: int) -> tuple[int, in
         return facts.width, facts.height
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise InvalidRequestError(f"size: {size[:50]!r} is not WIDTHxHEIGHT, such as {facts.width}x{facts.height}", param="size")
+        raise InvalidRequestError(
+            f"size: {size[:50]!r} is not WIDTHxHEIGHT, such as {facts.width}x{facts.height}", param="size"
+        )
     width, height = int(match[1]), int(match[2])
     if width * height > max_pixels:
-        raise InvalidRequestError(f"size: {size} has {width * height} pixels; at most {max_pixels} are made", param="size")
+        raise InvalidRequestError(
+            f"size: {size} has {width * height} pixels; at most {max_pixels} are made", param="size"
+        )
     nearest = tuple(max(1, round(side / facts.size_multiple)) * facts.size_multiple for side in (width, height))
     if (width, height) != nearest:
         text = f"size: both sides must be multiples of {facts.size_multiple}; the nearest is {nearest[0]}x{nearest[1]}"

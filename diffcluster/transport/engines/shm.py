@@ -1,40 +1,28 @@
 """Shared memory between processes of one host: one copy, straight into the receiver's slot.
 
-The receiver listens on an abstract Unix socket (no file, so nothing to leave behind) and hands the descriptor of its
-sealed receive region to peers of the same user. The connection then stays open and silent: its end is how a sender
-learns that the receiver is gone. A write cannot be fenced from the receiver's side, so `close` never says so; but when
-the sender's `write` has returned, however it did, it writes no more.
+How the two halves meet is told in `shm_receiver`, how a write is fenced in `shm_board`.
 """
 
 from __future__ import annotations
 
-import logging
+import fcntl
 import mmap
 import os
-import selectors
 import socket
-import struct
 import threading
-import time
-import uuid
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from diffcluster.errors import TransferError
 from diffcluster.messages import EngineKind, Session, SlotAddress
-from diffcluster.transport.arena import Arena
-from diffcluster.transport.engines.base import CHUNK, EngineOptions
+from diffcluster.transport.arena import CONTROL_BYTES, Arena
+from diffcluster.transport.engines.base import CHUNK, NEVER, EngineOptions
+from diffcluster.transport.engines.shm_board import CELLS, NO_BOARD, Board
+from diffcluster.transport.engines.shm_receiver import GREETING, MAGIC, SAME, WRITTEN, ShmReceiver
+from diffcluster.transport.engines.waiting import Limit
 
 __all__ = ["ShmReceiver", "ShmSender", "open_receiver", "open_sender"]
-
-_SIZE: Final = struct.Struct("!Q")
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
-_CONNECT_S: Final = 5.0
-_PAUSE_S: Final = 0.1
-
-_log = logging.getLogger(__name__)
 
 
 def open_receiver(arena: Arena, options: EngineOptions) -> ShmReceiver:
@@ -48,120 +36,85 @@ def open_sender() -> ShmSender:
     return ShmSender()
 
 
-class ShmReceiver:
-    """Hands out the receive region's descriptor."""
-
-    kind: EngineKind = "shm"
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._name = f"diffcluster-{uuid.uuid4().hex}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self._name}")
-        self._listener.listen(128)
-        self._listener.setblocking(False)
-        self._wake, self._woken = socket.socketpair()
-        self._pause = threading.Event()  # never set: a way to wait
-        self._thread = threading.Thread(target=self._serve, name="shm-receiver", daemon=True)
-        self._thread.start()
-
-    def session(self) -> Session:
-        """The socket's abstract name."""
-        return Session("shm", self._name)
-
-    def open(self, slot: SlotAddress) -> None:
-        """Nothing to do: whoever has the region can write to all of it."""
-
-    def close(self, slot: SlotAddress) -> bool:
-        """Always False: a peer's write cannot be stopped from here."""
-        return False
-
-    def stop(self) -> None:
-        """Close all connections and end the thread."""
-        self._wake.send(b"x")
-        self._thread.join()
-        self._wake.close()
-
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listener, self._woken:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            peers: set[socket.socket] = set()
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is self._woken:
-                        for peer in peers:
-                            peer.close()
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept(selector, peers)
-                        continue
-                    assert isinstance(key.fileobj, socket.socket)
-                    # Peers have nothing to say: readable means closed, or a stranger.
-                    selector.unregister(key.fileobj)
-                    peers.discard(key.fileobj)
-                    key.fileobj.close()
-
-    def _accept(self, selector: selectors.BaseSelector, peers: set[socket.socket]) -> None:
-        try:
-            peer, _ = self._listener.accept()
-        except OSError as error:  # gone already, or no descriptors left: the others go on
-            _log.warning("shm engine: accept failed: %s", error)
-            self._pause.wait(_PAUSE_S)
-            return
-        _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.geteuid():
-            peer.close()
-            return
-        try:
-            socket.send_fds(peer, [_SIZE.pack(self._arena.nbytes)], [self._arena.fd])
-        except OSError:  # gone already
-            peer.close()
-            return
-        peers.add(peer)
-        selector.register(peer, selectors.EVENT_READ)
-
-
 class _Peer:
     """A receiver's region, mapped here, and the connection that shows whether it lives."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, limit: Limit) -> None:
+        self._slots, self._board = np.empty(0, np.uint8), NO_BOARD
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.settimeout(_CONNECT_S)
         try:
-            self._connection.connect(f"\0{name}")
-            size, fds, _, _ = socket.recv_fds(self._connection, _SIZE.size, 1)
-            if len(size) != _SIZE.size or len(fds) != 1:
-                raise TransferError("the receiver closed the connection before it handed over its region", settled=True)
-            self._map(_SIZE.unpack(size)[0], fds[0])
+            limit.connect(self._connection, f"\0{name}")
+            self._prove(self._greet(limit), limit)
         except OSError as error:
-            self._connection.close()
+            self.close()
             raise TransferError(f"cannot reach the receiver's shared memory: {error}", settled=True) from error
         except TransferError:
-            self._connection.close()
+            self.close()
             raise
-        self._connection.setblocking(False)
 
-    def _map(self, size: int, fd: int) -> None:
+    def _greet(self, limit: Limit) -> bytes:
+        greeting, fds = _receive_fds(self._connection, limit)
         try:
-            if not 0 < size <= os.fstat(fd).st_size:
-                raise TransferError("the receiver's region is not of the size it says", settled=True)
-            self.array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+            if len(greeting) != GREETING.size or len(fds) != 1:
+                raise TransferError("the receiver closed the connection before it handed over its region", settled=True)
+            magic, slots, control, self._cell, proof = GREETING.unpack(greeting)
+            if magic != MAGIC or control != CONTROL_BYTES or self._cell >= CELLS:
+                raise TransferError("what answers is no receiver of this version", settled=True)
+            sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or slots + control > os.fstat(fds[0]).st_size:
+                raise TransferError("the receiver's region is not of the size it says, or may shrink", settled=True)
+            memory = np.frombuffer(mmap.mmap(fds[0], slots + control), dtype=np.uint8)
         finally:
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
+        self._slots, self._board = memory[:slots], Board(memory[slots:])
+        return bytes(proof)
+
+    def _prove(self, proof: bytes, limit: Limit) -> None:
+        cell = self._board.proof(self._cell)
+        cell[:] = np.frombuffer(proof, np.uint8)
+        limit.send(self._connection, memoryview(WRITTEN))
+        answer = limit.receive(self._connection, 1)
+        if answer != SAME or not np.array_equal(~cell, np.frombuffer(proof, np.uint8)):
+            raise TransferError("the receiver does not see what is written into its region", settled=True)
 
     def alive(self) -> bool:
         """Whether the receiver still holds its end."""
         try:
-            return len(self._connection.recv(1)) > 0
+            return len(self._connection.recv(1, socket.MSG_DONTWAIT)) > 0
         except BlockingIOError:
             return True
         except OSError:
             return False
 
+    def write(self, slot: SlotAddress, source: npt.NDArray[np.uint8], limit: Limit) -> None:
+        """Copy in chunks; between them, look at everything that may end it."""
+        if source.nbytes > slot.nbytes or slot.offset + slot.nbytes > self._slots.nbytes:
+            raise TransferError(f"{source.nbytes} bytes do not fit the slot that was leased", settled=True)
+        target = self._slots[slot.offset : slot.offset + source.nbytes]
+        self._board.begin(self._cell, slot.lease)
+        try:
+            for start in range(0, source.nbytes, CHUNK):
+                self._check(slot, limit)
+                _copy(target[start : start + CHUNK], source[start : start + CHUNK])
+            self._check(slot, limit)
+        except TimeoutError as error:
+            raise TransferError(str(error), settled=True) from error
+        finally:
+            self._board.end(self._cell)
+
+    def _check(self, slot: SlotAddress, limit: Limit) -> None:
+        limit.remaining()
+        if not self.alive():
+            raise TransferError("the receiver is gone", settled=True)
+        if not self._board.is_open(slot):
+            raise TransferError(
+                f"the receiver has no such window open, or not any more (lease {slot.lease})", settled=True
+            )
+
     def close(self) -> None:
         """Give up the mapping and the connection."""
-        self.array = np.empty(0, np.uint8)
+        self._slots, self._board = np.empty(0, np.uint8), NO_BOARD
         self._connection.close()
 
 
@@ -172,34 +125,52 @@ class ShmSender:
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
+        self._busy = threading.Lock()
+        self._stopping = threading.Event()
 
-    def write(self, session: Session, slot: SlotAddress, source: npt.NDArray[np.uint8], timeout_s: float) -> None:
-        """Copy in chunks; between them, look at the deadline and at the peer."""
-        deadline = time.monotonic() + timeout_s
-        peer = self._peer(session.address)
-        if source.nbytes > slot.nbytes or slot.offset + slot.nbytes > peer.array.nbytes:
-            raise TransferError(f"{source.nbytes} bytes do not fit the slot that was leased", settled=True)
-        for start in range(0, source.nbytes, CHUNK):
-            if not peer.alive():
-                self._drop(session.address)
-                raise TransferError("the receiver is gone", settled=True)
-            if time.monotonic() > deadline:
-                raise TransferError(f"not done after {timeout_s} s", settled=True)
-            chunk = source[start : start + CHUNK]
-            np.copyto(peer.array[slot.offset + start : slot.offset + start + chunk.nbytes], chunk)
+    def connect(self, session: Session, timeout_s: float) -> None:
+        """Map the peer's region, and prove that it is the one that the peer reads."""
+        with self._busy:
+            self._peer(session.address, Limit(timeout_s, self._stopping))
+
+    def write(
+        self,
+        session: Session,
+        slot: SlotAddress,
+        source: npt.NDArray[np.uint8],
+        timeout_s: float,
+        abort: threading.Event = NEVER,
+    ) -> None:
+        """Copy into the slot. When this returns or raises, nothing of it is written any more."""
+        limit = Limit(timeout_s, abort, self._stopping)
+        with self._busy:
+            self._peer(session.address, limit).write(slot, source, limit)
 
     def stop(self) -> None:
-        """Unmap all regions."""
-        for name in list(self._peers):
-            self._drop(name)
+        """End what is under way, and unmap all regions."""
+        self._stopping.set()
+        with self._busy:
+            for name in list(self._peers):
+                self._peers.pop(name).close()
 
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str, limit: Limit) -> _Peer:
         # A dead peer's name never comes again: whatever is dead goes, or its memory would stay mapped for ever.
         for dead in [known for known, peer in self._peers.items() if not peer.alive()]:
-            self._drop(dead)
+            self._peers.pop(dead).close()
         if name not in self._peers:
-            self._peers[name] = _Peer(name)
+            self._peers[name] = _Peer(name, limit)
         return self._peers[name]
 
-    def _drop(self, name: str) -> None:
-        self._peers.pop(name).close()
+
+def _copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    np.copyto(target, source)
+
+
+def _receive_fds(connection: socket.socket, limit: Limit) -> tuple[bytes, list[int]]:
+    while True:
+        limit.set_on(connection)
+        try:
+            greeting, fds, _, _ = socket.recv_fds(connection, GREETING.size, 1)
+        except BlockingIOError:
+            continue
+        return greeting, fds
