@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # A CPU build is enough here. On a GPU machine name the build that fits yours, or set TORCH= and install it yourself.
 TORCH ?= torch==2.13.0
+# What is installed besides: `dev,mooncake-cpu` for the tests of Mooncake, too, which are skipped without its library.
+EXTRAS ?= dev
 RUN := $(VENV)/bin
 
 .PHONY: demo test check docs bench chaos clean
@@ -33,7 +35,7 @@ chaos: $(VENV)/installed ## a cluster under load while its processes are killed:
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(RUN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
 	touch $@
 
 clean:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import zmq
 
-from bench.report import Claim, Result, alone
+from bench.command import alone
+from bench.report import Claim, Result
 from bench.synthetic import RoleCost, SyntheticCluster, closed_loop
 
 __all__ = ["measure"]

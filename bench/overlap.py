@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import sys
 
-from bench.report import Claim, Result, alone
+from bench.command import alone
+from bench.report import Claim, Result
 from bench.synthetic import RoleCost, SyntheticCluster, closed_loop
 from diffcluster.client import Client
 

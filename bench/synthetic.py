@@ -144,7 +144,7 @@ class SyntheticCluster:
             cluster = stack.enter_context(LocalCluster(Plan({}, (), router)))
             self.url = cluster.url
             with Client(self.url) as client:
-                control = f"tcp://127.0.0.1:{client.cluster()['control_port']}"
+                control = f"tcp://127.0.0.1:{_cluster(client)['control_port']}"
                 for cost in self._costs:
                     stack.enter_context(_role(cost, control, self._flags))
                 self._wait_ready(client)
@@ -159,12 +159,17 @@ class SyntheticCluster:
         senders = {"encoder", "denoiser"} & {cost.role for cost in self._costs}
         deadline = time.monotonic() + _READY_S
         while time.monotonic() < deadline:
-            instances = client.cluster()["instances"]
+            instances = _cluster(client)["instances"]
             met = sum(bool(instance["links"]) for instance in instances)
             if len(instances) == len(self._costs) and met >= len(senders):
                 return
             threading.Event().wait(0.05)
         raise RuntimeError(f"the roles were not ready within {_READY_S} s")
+
+
+def _cluster(client: Client) -> dict[str, Any]:
+    state: dict[str, Any] = client.get("/v1/cluster")
+    return state
 
 
 @contextmanager

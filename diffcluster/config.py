@@ -108,6 +108,13 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     receive_bytes: Annotated[int, _doc("Size of the region that peers write into. Bytes.", ge=4096, le=2**40)] = (
         64 << 20
     )
+    receive_memory: Annotated[
+        Literal["host", "device"],
+        _doc(
+            "Where that region lies: pinned memory of the host, or memory of the accelerator, into which peers write "
+            "directly (GPUDirect; only with `mooncake` by RDMA)."
+        ),
+    ] = "host"
     send_bytes: Annotated[
         int, _doc("Size of the region that holds results until the next stage has finished. Bytes.", ge=4096, le=2**40)
     ] = 64 << 20

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
     from diffcluster.config import RoleConfig
     from diffcluster.transport.arena import Arena
+    from diffcluster.transport.device_arena import DeviceArena
     from diffcluster.transport.engines.base import Receiver
 
 __all__ = ["Control", "Leave"]
@@ -72,7 +73,9 @@ class Leave:
 class Control:
     """Created on the main thread, lives on its own. `failure` says why the role must exit non-zero, if it must."""
 
-    def __init__(self, config: RoleConfig, register: Register, receive: Arena | None, send: Arena | None) -> None:
+    def __init__(
+        self, config: RoleConfig, register: Register, receive: Arena | DeviceArena | None, send: Arena | None
+    ) -> None:
         self.inbox: Mailbox[object] = Mailbox()
         self.failure: str | None = None
         self._config, self._register = config, register

@@ -34,6 +34,9 @@ class Device(Protocol):
     def unpin(self, region: npt.NDArray[np.uint8]) -> None:
         """Undo `pin`."""
 
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` of the device's memory, uint8. Raises `ConfigError` if it has none of its own."""
+
     def mark(self) -> torch.Event | None:
         """What compute has queued so far. For the thread that computes."""
 
@@ -58,6 +61,12 @@ class CpuDevice:
 
     def unpin(self, region: npt.NDArray[np.uint8]) -> None:
         """Nothing to do."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """There is no memory but the host's."""
+        raise ConfigError(
+            "role.receive_memory", f"`device` needs an accelerator, for its {nbytes} bytes; this is a CPU"
+        )
 
     def mark(self) -> torch.Event | None:
         """Compute has happened when its call returns."""
@@ -96,6 +105,10 @@ class AcceleratorDevice:
         """Take the registration back."""
         if self.torch_device.type == "cuda" and region.nbytes:
             torch.cuda.cudart().cudaHostUnregister(region.ctypes.data)  # type: ignore[no-untyped-call]
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Taken once, and touched, so that it is there."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def mark(self) -> torch.Event | None:
         """An event at the end of the compute stream."""

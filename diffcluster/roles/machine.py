@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from diffcluster.errors import ManifestError
 from diffcluster.messages import (
     Allocate,
@@ -42,6 +44,7 @@ from diffcluster.roles.grants import Granting
 from diffcluster.roles.jobs import (
     Action,
     CancelCompute,
+    CloseWindow,
     Computed,
     ComputeEnded,
     ComputeFailed,
@@ -105,13 +108,14 @@ class RoleMachine(Granting):
         return self.actions
 
     def reset(self, now: float) -> list[Action]:
-        """The router knows nothing of us any more: give up every request."""
+        """The router knows nothing of us any more: give up every request, and say nothing of it, now or later."""
         self.now, self.actions = now, []
         for request_id, attempt in list(self.jobs):
             self._on_cancel(Cancel(request_id=request_id, attempt=attempt))
         self.void_grants()
         self._advance()
-        return [action for action in self.actions if not isinstance(action, Send)]
+        unsaid = [action for action in self.actions if not isinstance(action, Send)]
+        return [replace(action, key=None) if isinstance(action, CloseWindow) else action for action in unsaid]
 
     def heartbeat(self, resident_bytes: int) -> RoleHeartbeat:
         """How this role is doing."""

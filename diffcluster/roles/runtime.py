@@ -27,18 +27,16 @@ from diffcluster.roles.pipelines import load_adapter
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
 from diffcluster.roles.staging import Stager
 from diffcluster.transport.arena import Arena
+from diffcluster.transport.device_arena import DeviceArena
 from diffcluster.transport.engines import open_receiver
 from diffcluster.transport.engines.base import EngineOptions, Receiver
 from diffcluster.transport.host import host_id
-from diffcluster.transport.packing import unpack
+from diffcluster.transport.packing import Memory, unpack
 from diffcluster.transport.prefetch import Prefetcher
 from diffcluster.transport.push import Pusher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import numpy as np
-    import numpy.typing as npt
 
     from diffcluster.config import RoleConfig
     from diffcluster.roles.pipelines.base import Adapter
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run", "serve"]
 
+ReceiveArena = Arena | DeviceArena
 _log = logging.getLogger(__name__)
 _STAGES: Final[dict[Role, Callable[[Adapter], Stage]]] = {
     "encoder": EncoderStage,
@@ -84,21 +83,23 @@ def serve(role: Role, config: RoleConfig, stage: Stage, device: Device, dtype: t
     if config.quarantine_s <= config.transfer_timeout_s:
         problem = f"must be more than role.transfer_timeout_s, which is {config.transfer_timeout_s}"
         raise ConfigError("role.quarantine_s", f"{problem}, got {config.quarantine_s}")
-    receive = Arena(config.receive_bytes, shared=True) if role in _RECEIVES else None
+    receive = _receive_arena(config, device) if role in _RECEIVES else None
     send = Arena(config.send_bytes, shared=False) if role in _SENDS else None
     arenas = [arena for arena in (receive, send) if arena is not None]
+    pinned = [arena.array for arena in arenas if isinstance(arena, Arena)]
     receivers: list[Receiver] = []
     try:
-        for arena in arenas:
-            device.pin(arena.array)
+        for region in pinned:
+            device.pin(region)
         receivers += _open_receivers(config, receive)
         register = _register(role, config, stage, device, dtype, receivers, receive)
         return _run_threads(config, register, stage, device, receive, send, receivers)
     finally:
         for receiver in receivers:
             receiver.stop()
+        for region in pinned:
+            device.unpin(region)
         for arena in arenas:
-            device.unpin(arena.array)
             arena.close()
 
 
@@ -107,7 +108,7 @@ def _run_threads(
     register: Register,
     stage: Stage,
     device: Device,
-    receive: Arena | None,
+    receive: ReceiveArena | None,
     send: Arena | None,
     receivers: list[Receiver],
 ) -> int:
@@ -139,7 +140,15 @@ def _run_threads(
     return 0
 
 
-def _machine(config: RoleConfig, stage: Stage, receive: Arena | None, send: Arena | None) -> RoleMachine:
+def _receive_arena(config: RoleConfig, device: Device) -> ReceiveArena:
+    if config.receive_memory == "host":
+        return Arena(config.receive_bytes, shared=True)
+    if config.engine != "mooncake":
+        raise ConfigError("role.receive_memory", f"`device` works with role.engine mooncake alone, not {config.engine}")
+    return DeviceArena(device.allocate(config.receive_bytes))
+
+
+def _machine(config: RoleConfig, stage: Stage, receive: ReceiveArena | None, send: Arena | None) -> RoleMachine:
     return RoleMachine(
         receive.nbytes if receive else 0,
         send.nbytes if send else 0,
@@ -158,7 +167,7 @@ def _dtype(name: str, device: Device) -> torch.dtype:
     return dtype
 
 
-def _open_receivers(config: RoleConfig, receive: Arena | None) -> list[Receiver]:
+def _open_receivers(config: RoleConfig, receive: ReceiveArena | None) -> list[Receiver]:
     if receive is None:
         return []
     if config.transfer_host in ("0.0.0.0", "::") and not config.advertise_host:  # noqa: S104 - refused, not bound
@@ -174,7 +183,7 @@ def _register(
     device: Device,
     dtype: torch.dtype,
     receivers: list[Receiver],
-    receive: Arena | None,
+    receive: ReceiveArena | None,
 ) -> Register:
     return Register(
         version=PROTOCOL_VERSION,
@@ -200,7 +209,7 @@ class _SlotLoader:
     def __init__(self, device_name: str) -> None:
         self._device = open_device(device_name)
 
-    def __call__(self, manifest: Manifest, source: npt.NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+    def __call__(self, manifest: Manifest, source: Memory) -> dict[str, torch.Tensor]:
         with torch.inference_mode(), self._device.copying():
             tensors = unpack(manifest, source, self._device.torch_device)
             self._device.finish()

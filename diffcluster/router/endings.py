@@ -54,6 +54,7 @@ class Endings(Links):
             request.deadline,
             attempt=request.attempt + 1,
             losses=losses,
+            push_failures=request.push_failures,
         )
         self.update(again)
         self.enqueue(FIRST, again)

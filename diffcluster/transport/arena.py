@@ -46,6 +46,11 @@ class Arena:
         return self.array[offset : offset + nbytes]
 
     @property
+    def address(self) -> int:
+        """Where the slots begin, in this process."""
+        return int(self.array.ctypes.data)
+
+    @property
     def control(self) -> npt.NDArray[np.uint8]:
         """The engines' own bytes."""
         return self.array[self.nbytes :]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import torch
 import xxhash
+
+from diffcluster.transport.packing import Memory
 
 __all__ = ["checksum_of"]
 
 
-def checksum_of(content: npt.NDArray[np.uint8]) -> str:
-    """16 hexadecimal digits."""
+def checksum_of(content: Memory) -> str:
+    """16 hexadecimal digits. Bytes of an accelerator are fetched for it."""
+    if isinstance(content, torch.Tensor):
+        content = content.cpu().numpy()
     return xxhash.xxh3_64_hexdigest(content.data)

@@ -12,7 +12,10 @@ from diffcluster import tensors as layout
 from diffcluster.errors import ManifestError
 from diffcluster.tensors import Manifest
 
-__all__ = ["manifest_of", "pack", "unpack"]
+__all__ = ["Memory", "manifest_of", "pack", "unpack"]
+
+Memory = npt.NDArray[np.uint8] | torch.Tensor
+"""Bytes of a region: of the host, or of an accelerator."""
 
 
 def manifest_of(tensors: Mapping[str, torch.Tensor]) -> Manifest:
@@ -32,14 +35,14 @@ def pack(tensors: Mapping[str, torch.Tensor], manifest: Manifest, target: npt.ND
         region[spec.offset : spec.offset + spec.nbytes].copy_(_as_bytes(tensors[spec.name]), non_blocking=True)
 
 
-def unpack(manifest: Manifest, source: npt.NDArray[np.uint8], device: torch.device) -> dict[str, torch.Tensor]:
+def unpack(manifest: Manifest, source: Memory, device: torch.device) -> dict[str, torch.Tensor]:
     """Tensors of their own on `device`, equal in every bit to what was packed.
 
     Raises:
         ManifestError: `manifest` does not fit `source`.
     """
     layout.check(manifest, source.nbytes)
-    region = torch.from_numpy(source)
+    region = source if isinstance(source, torch.Tensor) else torch.from_numpy(source)
     result = {}
     for spec in manifest.tensors:
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)

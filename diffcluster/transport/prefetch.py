@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec import Struct
 
@@ -18,6 +16,7 @@ from diffcluster.messages import Ready
 from diffcluster.tensors import Manifest
 from diffcluster.transport.checksum import checksum_of
 from diffcluster.transport.mailbox import Mailbox
+from diffcluster.transport.packing import Memory
 
 __all__ = ["LoadResult", "Prefetcher"]
 
@@ -27,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Loader(Protocol):
     """Copies a slot's tensors to the device, and returns when they are there."""
 
-    def __call__(self, manifest: Manifest, source: npt.NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+    def __call__(self, manifest: Manifest, source: Memory) -> dict[str, torch.Tensor]:
         """Tensors of their own: the slot may be reused at once."""
 
 
@@ -46,14 +45,14 @@ class Prefetcher:
 
     def __init__(self, loader: Loader, report: Callable[[LoadResult], Any]) -> None:
         self._loader, self._report = loader, report
-        self._inbox: Mailbox[tuple[Ready, npt.NDArray[np.uint8]] | None] = Mailbox()
+        self._inbox: Mailbox[tuple[Ready, Memory] | None] = Mailbox()
         self._thread = threading.Thread(target=self._run, name="prefetch")
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def load(self, ready: Ready, source: npt.NDArray[np.uint8]) -> None:
+    def load(self, ready: Ready, source: Memory) -> None:
         """Load the tensors that `ready` describes from `source`, the whole slot."""
         if not self._inbox.post((ready, source)):
             self._report(LoadResult(ready, 0.0, None, "too many loads are waiting"))
@@ -71,7 +70,7 @@ class Prefetcher:
                     return
                 self._report(self._load(*item))
 
-    def _load(self, ready: Ready, source: npt.NDArray[np.uint8]) -> LoadResult:
+    def _load(self, ready: Ready, source: Memory) -> LoadResult:
         started = time.monotonic()
         try:
             _verify(ready, source)
@@ -83,7 +82,7 @@ class Prefetcher:
         return LoadResult(ready, time.monotonic() - started, tensors)
 
 
-def _verify(ready: Ready, source: npt.NDArray[np.uint8]) -> None:
+def _verify(ready: Ready, source: Memory) -> None:
     if ready.checksum is None:
         return
     found = checksum_of(source[: ready.manifest.nbytes])

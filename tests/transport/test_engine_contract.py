@@ -13,7 +13,7 @@ from diffcluster.messages import EngineKind, Session, SlotAddress
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.engines import open_receiver, open_sender
 from diffcluster.transport.engines.base import Receiver, Sender
-from tests.transport.kit import ENGINES, OPTIONS, SIZE, content, slot, within
+from tests.transport.kit import ENGINES, OPTIONS, SIZE, content, kinds, slot, within
 
 NOBODY: dict[EngineKind, str] = {"inprocess": "nobody", "shm": "diffcluster-nobody", "tcp": "127.0.0.1:1"}
 """An address of each kind that never existed."""
@@ -114,20 +114,18 @@ def test_more_than_the_slot_holds_is_refused_and_writes_nothing(
     assert not arena.view(0, SIZE).any()
 
 
+@pytest.mark.parametrize("kind", kinds(lambda can: can.checks_slots))
 def test_a_large_write_that_is_refused_is_settled(kind: EngineKind, receiver: Receiver, sender: Sender) -> None:
-    if not ENGINES[kind].checks_slots:
-        pytest.skip("it refuses nothing")
     for lease in range(1, 6):
         with pytest.raises(TransferError) as failure, within(3):
             sender.write(receiver.session(), slot(lease, 0, SIZE), content(SIZE), 5)
         assert failure.value.settled
 
 
+@pytest.mark.parametrize("kind", kinds(lambda can: can.checks_slots))
 def test_a_lease_that_was_closed_takes_nothing(
     kind: EngineKind, arena: Arena, receiver: Receiver, sender: Sender
 ) -> None:
-    if not ENGINES[kind].checks_slots:
-        pytest.skip("only time helps")
     old, new = slot(1, 0, 4096), slot(2, 0, 4096)
     receiver.open(old)
     sender.connect(receiver.session(), 5)

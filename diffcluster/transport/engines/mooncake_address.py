@@ -1,9 +1,9 @@
 """The address of a Mooncake session: host:port/door/base/nbytes/echo/id/transport, all of it checked when it is read.
 
-    host:port   where the library begins; an IPv6 address in brackets    door   port of our own, see `mooncake_door`
-    base        address of the slots in the receiver's memory, as hexadecimal digits         nbytes   size of the slots
-    echo        address of `ECHO_BYTES` for proofs, as hexadecimal digits
-    id          32 hexadecimal digits, drawn when the receiving half is opened               transport   tcp or rdma
+host:port   where the library begins; an IPv6 address in brackets    door   port of our own, see `mooncake_door`
+base        address of the slots in the receiver's memory, as hexadecimal digits         nbytes   size of the slots
+echo        address of `ECHO_BYTES` for proofs, as hexadecimal digits
+id          32 hexadecimal digits, drawn when the receiving half is opened               transport   tcp or rdma
 """
 
 from __future__ import annotations

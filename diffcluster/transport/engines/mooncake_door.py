@@ -33,7 +33,7 @@ from diffcluster.transport.engines.mooncake_address import ECHO_BYTES, MooncakeA
 from diffcluster.transport.engines.tcp_receiver import tune
 from diffcluster.transport.engines.waiting import Limit
 
-__all__ = ["CELL_BYTES", "CELLS", "Door", "Visit"]
+__all__ = ["CELLS", "CELL_BYTES", "Door", "Visit"]
 
 CELL_BYTES: Final = 64
 CELLS: Final = ECHO_BYTES // CELL_BYTES
@@ -105,6 +105,7 @@ class Door:
         """Close all connections and end the thread."""
         self._waker.close()
         self._thread.join()
+        self._cells = np.empty(0, np.uint8)  # a view would keep the whole region mapped
 
     def _run(self) -> None:
         while True:

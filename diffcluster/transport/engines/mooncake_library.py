@@ -68,7 +68,7 @@ def load(*, ipv6: bool) -> Transport:
     Raises:
         ConfigError: it is missing, too old, set up so that it is unsafe, or for the other IP version.
     """
-    global _loaded  # noqa: PLW0603 - the library is one for the process
+    global _loaded
     with _lock:
         if _loaded is None:
             transport = wanted_transport(os.environ)

@@ -18,7 +18,7 @@ from diffcluster.errors import TransferError
 from diffcluster.messages import EngineKind, Session, SlotAddress
 from diffcluster.transport.arena import CONTROL_BYTES, Arena
 from diffcluster.transport.engines.base import CHUNK, NEVER, EngineOptions
-from diffcluster.transport.engines.shm_board import CELLS, NO_BOARD, Board
+from diffcluster.transport.engines.shm_board import CELLS, NO_BOARD, Board, digest
 from diffcluster.transport.engines.shm_receiver import GREETING, MAGIC, SAME, WRITTEN, ShmReceiver
 from diffcluster.transport.engines.waiting import Limit
 
@@ -92,25 +92,24 @@ class _Peer:
         if source.nbytes > slot.nbytes or slot.offset + slot.nbytes > self._slots.nbytes:
             raise TransferError(f"{source.nbytes} bytes do not fit the slot that was leased", settled=True)
         target = self._slots[slot.offset : slot.offset + source.nbytes]
+        window = digest(slot)
         self._board.begin(self._cell, slot.lease)
         try:
             for start in range(0, source.nbytes, CHUNK):
-                self._check(slot, limit)
+                self._check(window, limit)
                 _copy(target[start : start + CHUNK], source[start : start + CHUNK])
-            self._check(slot, limit)
+            self._check(window, limit)
         except TimeoutError as error:
             raise TransferError(str(error), settled=True) from error
         finally:
             self._board.end(self._cell)
 
-    def _check(self, slot: SlotAddress, limit: Limit) -> None:
+    def _check(self, window: int, limit: Limit) -> None:
         limit.remaining()
         if not self.alive():
             raise TransferError("the receiver is gone", settled=True)
-        if not self._board.is_open(slot):
-            raise TransferError(
-                f"the receiver has no such window open, or not any more (lease {slot.lease})", settled=True
-            )
+        if not self._board.is_open(window):
+            raise TransferError("the receiver has no such window open, or not any more", settled=True)
 
     def close(self) -> None:
         """Give up the mapping and the connection."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from diffcluster.ids import LeaseId
 from diffcluster.messages import SlotAddress
 
-__all__ = ["BOARD_BYTES", "CELLS", "NO_BOARD", "PROOF_BYTES", "Board", "barrier"]
+__all__ = ["BOARD_BYTES", "CELLS", "NO_BOARD", "PROOF_BYTES", "Board", "barrier", "digest"]
 
 CELLS: Final = 256
 PROOF_BYTES: Final = 32
@@ -49,7 +49,7 @@ def barrier() -> None:
         lock.release()
 
 
-def _digest(slot: SlotAddress) -> int:
+def digest(slot: SlotAddress) -> int:
     """All that a slot says in one word, never 0: whoever has any of it wrong finds no such window."""
     said = f"{slot.lease}/{slot.offset}/{slot.nbytes}/{slot.token}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=_WORD_BYTES).digest(), "little") | 1
@@ -69,12 +69,12 @@ class Board:
         free = np.flatnonzero(self._leases == 0)
         if not len(free):
             return False
-        self._leases[free[0]] = _digest(slot)
+        self._leases[free[0]] = digest(slot)
         return True
 
     def close(self, slot: SlotAddress) -> None:
         """Remove a window. From here on no write into it begins without having been seen by `is_written`."""
-        self._leases[self._leases == _digest(slot)] = 0
+        self._leases[self._leases == digest(slot)] = 0
         barrier()
 
     def is_written(self, lease: LeaseId) -> bool:
@@ -86,9 +86,9 @@ class Board:
         self._cells[cell, 0] = lease
         barrier()
 
-    def is_open(self, slot: SlotAddress) -> bool:
-        """Whether the receiver has exactly this window open."""
-        return bool((self._leases == _digest(slot)).any())
+    def is_open(self, window: int) -> bool:
+        """Whether the receiver has exactly the window of this digest open."""
+        return bool((self._leases == window).any())
 
     def end(self, cell: int) -> None:
         """Say that this connection writes nothing."""

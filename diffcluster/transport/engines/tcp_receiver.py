@@ -145,9 +145,9 @@ class TcpReceiver:
         try:
             with connection:
                 tune(connection)
-                set_timeout(connection, self._options.timeout_s)  # a peer has something to say when it comes
+                set_timeout(connection, self._options.timeout_s)
                 while self._serve_one(connection):
-                    set_timeout(connection, None)  # between transfers a connection may be idle for ever
+                    _await(connection)
         except OSError as error:
             _log.debug("tcp engine: a peer's connection ended: %s", error)
         finally:
@@ -158,7 +158,6 @@ class TcpReceiver:
         header = bytearray(HEADER.size)
         if not _read(connection, memoryview(header)):
             return False
-        set_timeout(connection, self._options.timeout_s)
         magic, token, lease, nbytes = HEADER.unpack(header)
         if magic == ECHO and nbytes <= ECHO_BYTES:
             return self._echo(connection, nbytes)
@@ -208,6 +207,14 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _await(connection: socket.socket) -> None:
+    """Return when there is something to read: between transfers a connection may be idle for ever."""
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            connection.recv(1, socket.MSG_PEEK)
+            return
 
 
 def _read(connection: socket.socket, target: memoryview) -> bool:

@@ -24,10 +24,9 @@ _WAITING: Final = frozenset({errno.EAGAIN, errno.EINPROGRESS, errno.EALREADY})
 _LEAST_US: Final = 1000  # none at all would mean: wait for ever
 
 
-def set_timeout(connection: socket.socket, seconds: float | None) -> None:
+def set_timeout(connection: socket.socket, seconds: float) -> None:
     """Bound each single wait of a blocking socket; a call that moved nothing in that time raises BlockingIOError."""
-    micros = 0 if seconds is None else max(int(seconds * 1e6), _LEAST_US)
-    value = _TIMEVAL.pack(*divmod(micros, 1_000_000))
+    value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), _LEAST_US), 1_000_000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
@@ -38,6 +37,7 @@ class Limit:
     def __init__(self, timeout_s: float, *aborts: threading.Event) -> None:
         self._timeout_s, self._aborts = timeout_s, aborts
         self._deadline = time.monotonic() + timeout_s
+        self._sliced: socket.socket | None = None  # the connection whose calls wait for a whole slice
 
     def remaining(self) -> float:
         """Seconds that are left, more than none."""
@@ -55,7 +55,11 @@ class Limit:
 
     def set_on(self, connection: socket.socket) -> None:
         """Let the next call on `connection` wait for no longer than a slice."""
-        set_timeout(connection, min(self.remaining(), SLICE_S))
+        remaining = self.remaining()
+        if remaining >= SLICE_S and self._sliced is connection:
+            return
+        set_timeout(connection, min(remaining, SLICE_S))
+        self._sliced = connection if remaining >= SLICE_S else None
 
     def connect(self, connection: socket.socket, address: Any) -> None:
         """Connect; raises OSError, which TimeoutError is, too."""
