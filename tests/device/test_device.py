@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from diffcluster.errors import ConfigError
 from diffcluster.roles.device import AcceleratorDevice, CpuDevice, Device, compute_threads, open_device
+from diffcluster.transport.checksum import checksum_of
+from diffcluster.transport.device_arena import DeviceArena
+from diffcluster.transport.engines import open_receiver
+from diffcluster.transport.engines.base import EngineOptions
 from diffcluster.transport.packing import manifest_of, pack, unpack
 
 
@@ -86,6 +92,38 @@ def test_copies_do_not_wait_for_what_compute_queues_later() -> None:
     finally:
         torch.accelerator.synchronize()
         device.unpin(region)
+
+
+@pytest.mark.gpu
+def test_tensors_are_loaded_from_a_region_of_the_device() -> None:
+    device = open_device("auto")
+    arena = DeviceArena(device.allocate(1 << 20))
+    sent = {"a": torch.randn(100, 7).T, "b": torch.arange(5)}
+    manifest = manifest_of(sent)
+    host = np.zeros(manifest.nbytes, np.uint8)
+    pack(sent, manifest, host)
+    arena.view(4096, manifest.nbytes).copy_(torch.from_numpy(host))
+    source = arena.view(4096, manifest.nbytes)
+    assert checksum_of(source) == checksum_of(host)
+    got = unpack(manifest, source, device.torch_device)
+    assert all(torch.equal(got[name].cpu(), sent[name]) for name in sent)
+    arena.close()
+
+
+@pytest.mark.gpu
+def test_a_region_of_the_device_is_registered_with_mooncake_or_that_is_an_error() -> None:
+    """GPUDirect needs an RDMA adapter: without one the engine refuses, and nothing else is taken instead."""
+    if not any(Path("/sys/class/infiniband").glob("*")):
+        pytest.skip("there is no RDMA adapter here")
+    arena = DeviceArena(open_device("auto").allocate(1 << 20))
+    receiver = open_receiver("mooncake", arena, EngineOptions("127.0.0.1", "", 5.0))
+    receiver.stop()
+    arena.close()
+
+
+def test_a_cpu_has_no_memory_of_its_own_to_receive_into() -> None:
+    with pytest.raises(ConfigError, match=r"role\.receive_memory"):
+        open_device("cpu").allocate(4096)
 
 
 @pytest.mark.parametrize("name", ["nonsense", "cuda:999"])

@@ -1,15 +1,55 @@
-"""Visits every state of a small world, and sees that from each one all requests can end."""
+"""Visits every state of a small world, and sees that from each one all requests can end; or walks a random way."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
 
-from tests.model.world import ViolationError, World
+from tests.model.world import ViolationError
 
-__all__ = ["explore"]
+__all__ = ["Explorable", "explore", "walk"]
 
 
-def explore(world: World, limit: int = 100_000) -> int:
+class Explorable(Protocol):
+    """One state of a world, which is never changed."""
+
+    def key(self) -> object:
+        """Equal for states with the same future."""
+
+    def at_rest(self) -> bool:
+        """Whether all has ended as it should."""
+
+    def fair_steps(self) -> Iterator[tuple[Any, ...]]:
+        """What happens by itself sooner or later."""
+
+    def other_steps(self) -> Iterator[tuple[Any, ...]]:
+        """What may happen or not."""
+
+    def after(self, step: tuple[Any, ...]) -> Any:
+        """The state after a step; raises `ViolationError`."""
+
+
+SomeWorld = TypeVar("SomeWorld", bound=Explorable)
+
+
+def walk(world: SomeWorld, seed: int, patience: int = 400) -> SomeWorld:
+    """Take random steps until the budget or the patience is used up; then let things happen by themselves."""
+    way = random.Random(seed)
+    for _ in range(patience):
+        fair, other = list(world.fair_steps()), list(world.other_steps())
+        if not fair:
+            break
+        world = world.after(way.choice(other) if other and way.random() < 0.1 else way.choice(fair))
+    for _ in range(10 * patience):
+        fair = list(world.fair_steps())
+        if not fair:
+            break
+        world = world.after(way.choice(fair))
+    return world
+
+
+def explore(world: Explorable, limit: int = 100_000) -> int:
     """How many states there are. Raises `ViolationError` with the way to the first one that is wrong."""
     start = world.key()
     way: dict[object, tuple[object, Any]] = {start: (None, None)}

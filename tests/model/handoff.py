@@ -23,6 +23,7 @@ from diffcluster.router.state import Cluster, Instance
 from diffcluster.transport.slots import GRANULE
 from tests.model import handoff_key
 from tests.model.handoff_role import RECEIVER, SENDER, Process, Setup, Write, demand
+from tests.model.handoff_writes import Writes
 from tests.model.world import LIMITS
 from tests.support import incarnation, parameters
 
@@ -64,9 +65,11 @@ class Budget(NamedTuple):
     repeats: int = 0
     """Writes that are made a second time after they were reported as done."""
     corrupt: int = 0
+    unreachable: int = 0
+    """First contacts that fail."""
 
 
-class Handoff:
+class Handoff(Writes):
     """One state of everything."""
 
     machine = RouterMachine(LIMITS)
@@ -167,7 +170,8 @@ class Handoff:
             return True
         known = self.cluster.instances.get(process.incarnation)
         machine = process.machine
-        if known is None or machine.jobs or machine.quarantine or process.loads or process.computes or process.packs:
+        works = process.loads or process.computes or process.packs or process.contacts
+        if known is None or machine.jobs or machine.quarantine or works:
             return False
         grants = {slot.lease for slot in known.grants}
         free = machine.receive.bytes_by_state()["free"] + len(grants) * GRANULE == machine.receive.capacity
@@ -188,13 +192,7 @@ class Handoff:
                 yield ("notice", who)
             if process.crashed and self.budget.restarts:
                 yield ("restart", who)
-        for write in self.writes:
-            if write.phase == "asked":
-                yield ("begin", write)
-            elif write.phase == "begun":
-                yield ("finish", write)
-            elif self.setup.fences:
-                yield ("fade", write)
+        yield from self.fair_writes()
 
     def _own_steps(self, who: Incarnation, process: Process) -> Iterator[tuple[Any, ...]]:
         if self.down[who]:
@@ -207,6 +205,8 @@ class Handoff:
             yield ("compute", who)
         if process.packs:
             yield ("pack", who)
+        if process.contacts:
+            yield ("contact", who)
         for region, lease in process.machine.quarantine:
             if region == "send" or not self._may_write(who, lease):
                 yield ("settle", who, region, lease)
@@ -221,24 +221,8 @@ class Handoff:
             return True
         return handoff_key.lost_up(self, process) != 0 or handoff_key.lost_down(self, process) != 0
 
-    def is_written(self, receiver: Incarnation, lease: LeaseId) -> bool:
-        """Whether bytes are under way to a slot."""
-        return any(w.phase in ("begun", "ghost") and (w.receiver, w.lease) == (receiver, lease) for w in self.writes)
-
-    def _may_write(self, receiver: Incarnation, lease: LeaseId) -> bool:
-        """Whether the slot must stay quarantined: its engine knows of a writer; or, where engines know nothing, a
-        sender writes in good faith, or was told to, since a quarantine is longer than that can take.
-        """
-        if self.setup.fences:
-            return self.is_written(receiver, lease)
-        coming = [*self.down.values(), *(process.control._held for process in self.processes.values())]
-        told = [message for queue in coming for message in queue if isinstance(message, m.Push)]
-        return any((push.peer.incarnation, push.slot.lease) == (receiver, lease) for push in told) or any(
-            write.phase != "ghost" and (write.receiver, write.lease) == (receiver, lease) for write in self.writes
-        )
-
     def other_steps(self) -> Iterator[tuple[Any, ...]]:
-        """What may happen or not, while the budget lasts. That a write lands costs nothing."""
+        """What may happen or not, while the budget lasts."""
         budget = self.budget
         for who, process in self.processes.items():
             if process.alive:
@@ -246,15 +230,7 @@ class Handoff:
         if budget.cancels:
             for request_id in self.cluster.requests:
                 yield ("cancel", request_id)
-        for write in self.writes:
-            if write.phase in ("ghost", "again"):
-                yield ("land", write)
-            elif budget.failed_writes:
-                yield ("fail_write", write)
-            if write.phase == "begun" and budget.lost_writes:
-                yield ("lose_write", write)
-            if write.phase == "begun" and budget.repeats:
-                yield ("repeat", write)
+        yield from self.other_writes()
 
     def _misfortunes(self, who: Incarnation, process: Process) -> Iterator[tuple[Any, ...]]:
         budget = self.budget
@@ -266,6 +242,11 @@ class Handoff:
             yield ("pause", who)
         if budget.corrupt and process.loads:
             yield ("corrupt", who)
+        if budget.unreachable and process.contacts:
+            yield ("no_contact", who)
+        for region, lease in process.machine.quarantine:
+            if region == "receive" and self.setup.fences and self.is_written(who, lease):
+                yield ("overtime", who, lease)
         if budget.cuts:
             up, down = bool(self.up[who]), bool(self.down[who])
             yield from [("cut", who, *way) for way in ((up, down), (up, False), (False, down)) if any(way)]
@@ -385,14 +366,24 @@ class Handoff:
 
     def _settle(self, who: Incarnation, region: str, lease: LeaseId) -> None:
         """So much time has passed that no write to or from a lease can be under way."""
-        mine = ("receiver", "lease") if region == "receive" else ("sender", "source")
-        self.writes = tuple(
-            w for w in self.writes if w.phase != "ghost" or (getattr(w, mine[0]), getattr(w, mine[1])) != (who, lease)
-        )
+        self.writes = tuple(w for w in self.writes if w.phase != "ghost" or w.end(region) != (who, lease))
+        self._overtime(who, lease, region)
+
+    def _overtime(self, who: Incarnation, lease: LeaseId, region: str = "receive") -> None:
+        """The time of a quarantine is over; perhaps the engine knows of a writer that was stopped in the middle."""
         process = self._own(who)
         process.machine.quarantine[region, lease] = 0.0
         process.control._perform(process.machine.step(process.control._tick(), 0.0))
         self._flush(process)
+
+    def _contact(self, who: Incarnation, engine: m.EngineKind | None = "tcp") -> None:
+        process = self._own(who)
+        process.control._take(m.Met(receiver=process.contacts.pop(0), engine=engine))
+        self._flush(process)
+
+    def _no_contact(self, who: Incarnation) -> None:
+        self._spend("unreachable")
+        self._contact(who, None)
 
     def _pause(self, who: Incarnation) -> None:
         self._spend("pauses")
@@ -422,57 +413,3 @@ class Handoff:
         old = self._own(who)
         old.crashed = False
         self._start(old.role, len(self.processes) + 1, old.number)
-
-    # ------------------------------------------------------------ writes
-
-    def _replace_write(self, write: Write, phase: str | None) -> None:
-        new = [write._replace(phase=phase)] if phase else []
-        at = self.writes.index(write)
-        self.writes = (*self.writes[:at], *new, *self.writes[at + 1 :])
-
-    def _report(self, write: Write, **result: bool) -> None:
-        process = self._own(write.sender)
-        process.pushed(write, **result)
-        self._flush(process)
-
-    def _begin(self, write: Write) -> None:
-        receiver = self.processes[write.receiver]
-        is_open = receiver.alive and write.lease in receiver.windows
-        self._replace_write(write, "begun" if is_open else None)
-        if not is_open:
-            self._report(write, works=False)
-
-    def _finish(self, write: Write, then: str | None = None) -> None:
-        works = self.processes[write.receiver].alive
-        if works:
-            self.processes[write.sender].check_source(write)
-            self._own(write.receiver).land(write)
-        self._replace_write(write, then if works else None)
-        self._report(write, works=works)
-
-    def _repeat(self, write: Write) -> None:
-        self._spend("repeats")
-        self._finish(write, "again")
-
-    def _land(self, write: Write) -> None:
-        """What nobody counts on any more arrives after all. The engine lets nothing new into a closed window."""
-        receiver = self._own(write.receiver)
-        self._replace_write(write, None)
-        if write.phase == "ghost" or write.lease in receiver.windows:
-            sender = self.processes[write.sender]
-            if sender.alive and not self.setup.fences:  # it is read from where it lies, and not from a buffer
-                sender.check_source(write)
-            receiver.land(write)
-
-    def _fade(self, write: Write) -> None:
-        self._replace_write(write, None)
-
-    def _fail_write(self, write: Write) -> None:
-        self._spend("failed_writes")
-        self._replace_write(write, None)
-        self._report(write, works=False)
-
-    def _lose_write(self, write: Write) -> None:
-        self._spend("lost_writes")
-        self._replace_write(write, "ghost" if self.processes[write.receiver].alive else None)
-        self._report(write, works=False, settled=False, held=not self.setup.fences)

@@ -90,7 +90,7 @@ def _process(world: Handoff, process: Process, name: _Name) -> object:
         bool(machine._sizes), machine._refused, machine._joined,
         tuple((ready.request_id, ready.attempt) for ready in process.loads),
         tuple(work.key for work in process.computes), tuple(work.key for work in process.packs),
-        frozenset(process.met),
+        frozenset(process.met), tuple(process.contacts),
     )  # fmt: skip
 
 

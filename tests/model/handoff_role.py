@@ -53,6 +53,10 @@ class Write(NamedTuple):
     def key(self) -> Key:
         return (self.request_id, self.attempt)
 
+    def end(self, region: str) -> tuple[Incarnation, LeaseId]:
+        """The slot that it writes ("receive") or reads ("send")."""
+        return (self.receiver, self.lease) if region == "receive" else (self.sender, self.source)
+
     def push(self) -> Push:
         """What it was asked for by."""
         peer = Peer(InstanceName("peer"), self.receiver, HostId("h"), ())
@@ -63,6 +67,7 @@ class Write(NamedTuple):
 class Setup(NamedTuple):
     """How the roles of a world are. `fences`: a closed window keeps writes out, and the engine knows who writes; else
     neither, and what failed may still be read at its source. `packs`: outputs are written by a thread of their own.
+    `contacts`: senders report how their first contact went.
     """
 
     slots: int = 2
@@ -71,6 +76,7 @@ class Setup(NamedTuple):
     fences: bool = True
     packs: bool = False
     overlap: bool = True
+    contacts: bool = False
 
 
 class Process:
@@ -88,6 +94,7 @@ class Process:
         self.received: dict[LeaseId, Key] = {}
         self.outputs: dict[LeaseId, Key] = {}
         self.met: set[Incarnation] = set()
+        self.contacts: list[Incarnation] = []
         self.sent: list[Any] = []
         receives = role == RECEIVER
         said = register(
@@ -111,6 +118,7 @@ class Process:
         new = object.__new__(Process)
         new.__dict__.update(self.__dict__)
         new.loads, new.computes, new.packs = list(self.loads), list(self.computes), list(self.packs)
+        new.contacts = list(self.contacts)
         new.windows, new.met = set(self.windows), set(self.met)
         new.received, new.outputs, new.sent = dict(self.received), dict(self.outputs), []
         new.machine = _copy_machine(self.machine)
@@ -124,7 +132,7 @@ class Process:
     def end(self) -> None:
         """The process is gone, and its memory."""
         self.alive = False
-        self.loads, self.computes, self.packs = [], [], []
+        self.loads, self.computes, self.packs, self.contacts = [], [], [], []
         self.windows, self.received, self.outputs, self.met = set(), {}, {}, set()
 
     # ------------------------------------------------------------ the link
@@ -140,12 +148,16 @@ class Process:
 
     def meet(self, peer: Peer) -> None:
         self.met.add(peer.incarnation)
+        if self.setup.contacts:
+            self.contacts.append(peer.incarnation)
 
     def part(self, peer: Incarnation) -> None:
         self.met.discard(peer)
+        self.contacts = [other for other in self.contacts if other != peer]
 
     def part_all(self) -> None:
         self.met.clear()
+        self.contacts.clear()
 
     def push(self, push: Push, source: Any) -> None:
         demand(push.peer.incarnation in self.met, "a push to somebody whom the sender has not met, or has parted from")

@@ -7,7 +7,6 @@ A checker that finds nothing proves nothing: the mutants at the end must be caug
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from diffcluster.router import machine as router_machine
 from diffcluster.router.dispatch import Dispatch
 from diffcluster.router.endings import Endings
 from diffcluster.router.machine import HANDLERS, RouterMachine
-from tests.model.explore import explore
+from tests.model.explore import explore, walk
 from tests.model.world import Budget, ViolationError, World
 from tests.support import mutant
 
@@ -53,22 +52,6 @@ def test_every_state_of_a_small_world_is_right_and_can_come_to_rest(name: str) -
 
 
 # ---------------------------------------------------------------- larger worlds, along random ways
-
-
-def walk(world: World, seed: int, patience: int = 400) -> World:
-    """Take random steps until the budget or the patience is used up; then let things happen by themselves."""
-    way = random.Random(seed)
-    for _ in range(patience):
-        fair, other = list(world.fair_steps()), list(world.other_steps())
-        if not fair:
-            break
-        world = world.after(way.choice(other) if other and way.random() < 0.1 else way.choice(fair))
-    for _ in range(10 * patience):
-        fair = list(world.fair_steps())
-        if not fair:
-            break
-        world = world.after(way.choice(fair))
-    return world
 
 
 BUDGETS = st.builds(
