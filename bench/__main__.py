@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from bench import first_picture, handoff, overlap
+from bench import first_picture, handoff, overlap, transfer
 from bench.command import main
 
 BENCHMARKS = {
     "first_picture": first_picture.measure,
     "handoff": handoff.measure,
     "overlap": overlap.measure,
+    "transfer": transfer.measure,
 }
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ def main(benchmarks: Mapping[str, Measure]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Prints a table, and the claims that do not hold."
-    )
+    parser = argparse.ArgumentParser(description="Prints a table, and the claims that do not hold.")
     parser.add_argument("--quick", action="store_true", help="under 45 s each, less exact")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser

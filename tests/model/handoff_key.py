@@ -153,33 +153,21 @@ def _brief(role: Incarnation, message: Any, name: _Name) -> object:
         case m.Push():
             to = name(message.peer.incarnation, message.slot.lease)
             return (kind, message.request_id, message.attempt, to, message.slot.offset)
-        case m.Pushed():
-            return (kind, message.request_id, message.attempt, name(message.receiver, message.lease))
-        case m.PushFailed():
+        case m.Pushed() | m.PushFailed():
             to = name(message.receiver, message.lease)
-            return (kind, message.request_id, message.attempt, to, message.settled)
-        case m.Grant():
-            return (kind, name(role, message.slot.lease))
+            return (kind, message.request_id, message.attempt, to, isinstance(message, m.Pushed) or message.settled)
         case m.Ungrant():
             return (kind, tuple(name(role, lease) for lease in message.leases))
-        case m.Allocated():
-            return (kind, message.request_id, message.attempt, name(role, message.slot.lease))
-        case m.Ready() | m.Evicted():
-            return (kind, message.request_id, message.attempt, name(role, message.lease))
-        case m.Evict():
-            return (kind, message.request_id, message.attempt, name(role, message.lease), message.settled)
-        case m.Registered():
-            return (kind, message.fresh)
-        case m.Refused():
-            return (kind, message.again)
+        case m.Grant() | m.Allocated():
+            return (kind, name(role, message.slot.lease), *_fields(message))
+        case m.Ready() | m.Evicted() | m.Evict():
+            return (kind, name(role, message.lease), *_fields(message))
         case m.Meet():
             return (kind, message.peer.incarnation)
-        case m.Part():
-            return (kind, message.receiver)
-        case m.Failed():
-            return (kind, message.request_id, message.attempt, message.code)
-        case m.Met():
-            return (kind, message.receiver, message.engine)
-        case m.Register():
-            return (kind,)
-    return (kind, message.request_id, message.attempt)
+    return (kind, *_fields(message))
+
+
+def _fields(message: Any) -> Iterable[object]:
+    for field in ("request_id", "attempt", "settled", "fresh", "again", "receiver", "code", "engine"):
+        if hasattr(message, field):
+            yield getattr(message, field)

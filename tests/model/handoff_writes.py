@@ -1,4 +1,4 @@
-"""Transfers in the world of handoffs: asked for, begun, ended well or badly; and what lands though nobody counts on it."""
+"""Transfers in the world of handoffs: asked for, begun, ended well or badly; and what lands unexpectedly."""
 
 from __future__ import annotations
 
