@@ -63,7 +63,7 @@ class Budget(NamedTuple):
     lost_writes: int = 0
     """Writes that fail, and may land nevertheless."""
     repeats: int = 0
-    """Writes that are made a second time after they were reported as done."""
+    """Writes that are made a second time after they were reported as done, where windows fence."""
     corrupt: int = 0
     unreachable: int = 0
     """First contacts that fail."""

@@ -106,6 +106,7 @@ class Process:
         )  # fmt: skip
         self.control = Control(_CONFIG, said, _REGION, _REGION)
         self.control._process = _PROCESS
+        self.control.inbox.close()  # there are no threads that would post to it
         self._attach()
 
     def _attach(self) -> None:
@@ -160,7 +161,10 @@ class Process:
         self.contacts.clear()
 
     def push(self, push: Push, source: Any) -> None:
-        demand(push.peer.incarnation in self.met, "a push to somebody whom the sender has not met, or has parted from")
+        # If the introduction was lost, the push begins the lane; until the router notices, and all lanes end.
+        known = push.peer.incarnation in self.met or self.world.was_cut
+        demand(known, "a push to somebody whom the sender has not met, or has parted from")
+        self.met.add(push.peer.incarnation)
         output = self.machine.jobs[push.request_id, push.attempt].output
         assert output is not None
         phase = "asked" if self.setup.fences else "begun"

@@ -48,6 +48,13 @@ WORLDS: Final[dict[str, Callable[[], Handoff]]] = {
     "one is taken for lost": lambda: Handoff(1, Budget(strikes=1), Setup()),
     "one is taken for lost, a grant": lambda: Handoff(1, Budget(strikes=1), GRANT),
     "one is taken for lost, windows do not fence": lambda: Handoff(1, Budget(strikes=1), BLIND),
+    "one is taken for lost, cancelled, windows do not fence": lambda: Handoff(1, Budget(strikes=1, cancels=1), BLIND),
+    "one dies and is started again, a write may land, windows do not fence": lambda: Handoff(
+        1, Budget(crashes=1, restarts=1, lost_writes=1), BLIND
+    ),
+    "one is stopped and taken for lost while it writes or is written": lambda: until(
+        Handoff(1, Budget(pauses=1, strikes=1), Setup()), all_are_writing
+    ),
     "one is stopped for a while": lambda: Handoff(1, Budget(pauses=1), GRANT),
     "messages are lost": lambda: Handoff(1, Budget(cuts=1), GRANT),
     "messages are lost, windows do not fence": lambda: Handoff(1, Budget(cuts=1), BLIND_GRANT),
@@ -58,6 +65,7 @@ WORLDS: Final[dict[str, Callable[[], Handoff]]] = {
     ),
     "two requests, one thing at a time": lambda: Handoff(2, Budget(), Setup(overlap=False)),
     "two requests want one slot, one is cancelled": lambda: Handoff(2, Budget(cancels=1), ONE_SLOT),
+    "two requests want one slot, messages are lost": lambda: Handoff(2, Budget(cuts=1), Setup(slots=1, send_slots=1)),
     "two requests want one slot, it is granted": lambda: Handoff(2, Budget(), Setup(slots=1, grants=1)),
     "two requests want one slot, a write may land": lambda: Handoff(
         2, Budget(lost_writes=1), Setup(slots=1, grants=1, fences=False)

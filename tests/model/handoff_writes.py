@@ -54,7 +54,7 @@ class Writes(ABC):
                 yield ("fail_write", write)
             if write.phase == "begun" and budget.lost_writes:
                 yield ("lose_write", write)
-            if write.phase == "begun" and budget.repeats:
+            if write.phase == "begun" and budget.repeats and self.setup.fences:
                 yield ("repeat", write)
 
     def is_written(self, receiver: Incarnation, lease: LeaseId) -> bool:
@@ -67,7 +67,7 @@ class Writes(ABC):
         """
         if self.setup.fences:
             return self.is_written(receiver, lease)
-        coming = [*self.down.values(), *(process.control._held for process in self.processes.values())]
+        coming = [*self.down.values(), *(x.control._held for x in self.processes.values() if x.alive)]
         told = [message for queue in coming for message in queue if isinstance(message, Push)]
         return any((push.peer.incarnation, push.slot.lease) == (receiver, lease) for push in told) or any(
             write.phase != "ghost" and (write.receiver, write.lease) == (receiver, lease) for write in self.writes

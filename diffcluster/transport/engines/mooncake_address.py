@@ -22,7 +22,7 @@ ECHO_BYTES: Final = 4096
 """The last bytes of the control memory are Mooncake's."""
 
 _FIELDS: Final = {
-    "host:port": r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}",
+    "host:port": r"(?:\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}",
     "door": r"[1-9][0-9]{0,4}",
     "base": r"0x[1-9a-f][0-9a-f]{0,15}",
     "nbytes": r"[1-9][0-9]{0,15}",
