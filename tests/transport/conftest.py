@@ -10,7 +10,8 @@ from diffcluster.messages import EngineKind
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.engines import open_receiver, open_sender
 from diffcluster.transport.engines.base import Receiver, Sender
-from tests.transport.kit import OPTIONS, SIZE, kinds
+from tests.transport.capabilities import kinds
+from tests.transport.kit import OPTIONS, SIZE
 
 
 @pytest.fixture

@@ -13,9 +13,15 @@ from diffcluster.messages import EngineKind, Session, SlotAddress
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.engines import open_receiver, open_sender
 from diffcluster.transport.engines.base import Receiver, Sender
-from tests.transport.kit import ENGINES, OPTIONS, SIZE, content, kinds, slot, within
+from tests.transport.capabilities import ENGINES, kinds
+from tests.transport.kit import OPTIONS, SIZE, content, slot, within
 
-NOBODY: dict[EngineKind, str] = {"inprocess": "nobody", "shm": "diffcluster-nobody", "tcp": "127.0.0.1:1"}
+NOBODY: dict[EngineKind, str] = {
+    "inprocess": "nobody",
+    "shm": "diffcluster-nobody",
+    "tcp": "127.0.0.1:1",
+    "mooncake": f"127.0.0.1:15000/1/4096/{SIZE}/4096/{'0' * 32}/tcp",
+}
 """An address of each kind that never existed."""
 
 

@@ -16,7 +16,8 @@ from diffcluster.messages import EngineKind, Session
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.engines import open_sender
 from diffcluster.transport.engines.base import Receiver, Sender
-from tests.transport.kit import ENGINES, SIZE, content, kinds, slot, until, within
+from tests.transport.capabilities import ENGINES, kinds
+from tests.transport.kit import SIZE, content, slot, until, within
 from tests.transport.peer import STALE
 from tests.transport.processes import receiving, sending
 

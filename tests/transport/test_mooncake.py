@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from diffcluster.errors import ConfigError, TransferError
+from diffcluster.errors import TransferError
 from diffcluster.ids import LeaseId
 from diffcluster.messages import Session, SlotAddress
 from diffcluster.transport.arena import Arena
-from diffcluster.transport.engines import mooncake, mooncake_library, mooncake_peer
+from diffcluster.transport.engines import mooncake, mooncake_peer
 from diffcluster.transport.engines.mooncake_address import parse
 from diffcluster.transport.engines.mooncake_door import CELL_BYTES, Visit
+from tests.transport.capabilities import ENGINES
 from tests.transport.kit import OPTIONS, SIZE, content, slot, until, within
 from tests.transport.processes import ROOT, Peer, receiving
 
@@ -32,16 +33,7 @@ LARGE = 64 << 20
 GRACE_S = 1.0
 
 
-def _problem() -> str:
-    try:
-        mooncake_library.load(ipv6=False)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-_PROBLEM = _problem()
-pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM)
+pytestmark = pytest.mark.skipif(bool(ENGINES["mooncake"].skip), reason=ENGINES["mooncake"].skip)
 
 
 @pytest.fixture
