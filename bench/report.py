@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["Claim", "Result", "print_table", "write_json"]
@@ -37,7 +38,7 @@ def print_table(name: str, result: Result) -> None:
     """Print to the terminal."""
     table = Table(*result.columns, title=f"{name} on {_machine()}")
     for row in result.rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))  # a reason may name diffcluster[extra], which is no style
     Console(width=120).print(table)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from diffcluster.errors import DiffclusterError
 from diffcluster.messages import EngineKind
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.checksum import checksum_of
@@ -24,10 +25,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def main(name: str, capacity: int, *arguments: str) -> int:
-    """Serve until standard input ends."""
-    {"ours": _ours, "bare": _bare, "zeromq": _zeromq, "gloo": _gloo, "mooncake_sync": _mooncake_sync}[name](
-        capacity, *arguments
-    )
+    """Serve until standard input ends. What cannot be had here is said instead of the hello, with the reason."""
+    halves = {"ours": _ours, "bare": _bare, "zeromq": _zeromq, "gloo": _gloo, "mooncake_sync": _mooncake_sync}
+    try:
+        halves[name](capacity, *arguments)
+    except (DiffclusterError, ImportError) as error:
+        _say({"failed": str(error)})
+        return 1
     return 0
 
 
@@ -36,8 +40,10 @@ def _say(answer: Any) -> None:
 
 
 def _commands(target: Bytes, **handlers: Callable[..., Any]) -> None:
-    """Answer each line: `sum N` always, and what `handlers` know."""
+    """Answer each line: `sum N`, `clear N` and `ready N` always, and what `handlers` know."""
     handlers["sum"] = lambda nbytes: checksum_of(target[: int(nbytes)])
+    handlers["clear"] = lambda nbytes: target[: int(nbytes)].fill(0)
+    handlers["ready"] = lambda _: True
     for line in sys.stdin:
         word, *rest = line.split()
         _say(handlers[word](*rest))
@@ -83,14 +89,18 @@ def _zeromq(capacity: int) -> None:
 
     def serve() -> None:
         bulk = context.socket(zmq.DEALER)
+        bulk.set_hwm(0)
         _say(bulk.bind_to_random_port("tcp://127.0.0.1"))
         poller = zmq.Poller()
         poller.register(bulk, zmq.POLLIN)
         while not ended.is_set():
             if not poller.poll(100):
                 continue
-            frame = bulk.recv(copy=False)
-            np.copyto(target[: len(frame.buffer)], np.frombuffer(frame.buffer, np.uint8))
+            left = target[: int.from_bytes(bulk.recv(), "big")]
+            while left.nbytes:
+                part = np.frombuffer(bulk.recv(copy=False).buffer, np.uint8)
+                np.copyto(left[: part.nbytes], part)
+                left = left[part.nbytes :]
             bulk.send(b"1")
         bulk.close(linger=0)
 
@@ -116,6 +126,9 @@ def _gloo(capacity: int, port: str) -> None:
         word, nbytes = line.split()
         if word == "sum":
             _say(checksum_of(target[: int(nbytes)]))
+            continue
+        if word == "clear":
+            _say(target[: int(nbytes)].zero_().numel())
             continue
         _say("receiving")
         dist.recv(target[: int(nbytes)], 0)

@@ -33,7 +33,11 @@ class Peer:
     def __init__(self, name: str, capacity: int, *arguments: str) -> None:
         command = [sys.executable, "-m", "bench.rivals", name, str(capacity), *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.hello = self.read()
+        try:
+            self.hello = self.read()
+        except RuntimeError:
+            self.close()
+            raise
 
     def ask(self, *words: object) -> Any:
         """Say a line, and return the answer."""
@@ -52,7 +56,10 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the peer has ended: {self._process.args!r}")
-        return json.loads(line)
+        answer = json.loads(line)
+        if isinstance(answer, dict):
+            raise RuntimeError(answer["failed"])
+        return answer
 
     def close(self) -> None:
         """End it."""
@@ -69,7 +76,12 @@ class Rival:
     peer: Peer
 
     def prepare(self, nbytes: int) -> None:
-        """Let the peer expect `nbytes`."""
+        """Let the peer expect `nbytes`. All peers are spoken to: one that slept since its last turn wakes up slower."""
+        self.peer.ask("ready", nbytes)
+
+    def clear(self, nbytes: int) -> None:
+        """Wipe the peer's buffer, so that what lies there afterwards has come since."""
+        self.peer.ask("clear", nbytes)
 
     def send(self, source: Bytes) -> None:
         """Return when all of `source` is in the peer's buffer."""
@@ -89,6 +101,13 @@ class Memcpy(Rival):
 
     def __init__(self, capacity: int) -> None:
         self._target = np.ones(capacity, np.uint8)
+
+    def prepare(self, nbytes: int) -> None:
+        """There is no peer."""
+
+    def clear(self, nbytes: int) -> None:
+        """Our own buffer."""
+        self._target[:nbytes] = 0
 
     def send(self, source: Bytes) -> None:
         """Copy."""
@@ -155,19 +174,26 @@ class Bare(Rival):
 
 
 class ZeroMQ(Rival):
-    """A pair of DEALERs over TCP, without a copy at either end but for the one into the buffer."""
+    """A pair of DEALERs over TCP, without a copy at either end but for the one into the buffer.
 
-    def __init__(self, capacity: int) -> None:
+    `part`: bytes to a message. In several, the copy into the buffer goes on while the next is received.
+    """
+
+    def __init__(self, capacity: int, part: int) -> None:
         import zmq
 
+        self._part = part
         self.peer = Peer("zeromq", capacity)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)  # no message waits for another one to be taken
         self._socket.connect(f"tcp://127.0.0.1:{self.peer.hello}")
 
     def send(self, source: Bytes) -> None:
-        """One message there, one byte back."""
-        self._socket.send(source.data, copy=False)
+        """The length, the bytes, one byte back."""
+        self._socket.send(source.nbytes.to_bytes(8, "big"))
+        for start in range(0, source.nbytes, self._part):
+            self._socket.send(source[start : start + self._part].data, copy=False)
         self._socket.recv()
 
     def close(self) -> None:
@@ -183,9 +209,11 @@ class Gloo(Rival):
     def __init__(self, capacity: int) -> None:
         import torch.distributed as dist
 
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+        # A listener of ours: the store would take connections on all addresses.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        own = listener.detach()
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False, master_listen_fd=own)
         self.peer = Peer("gloo", capacity, str(port))
         dist.init_process_group("gloo", store=store, rank=0, world_size=2)
         self.peer.read()
@@ -248,7 +276,8 @@ RIVALS: dict[str, Callable[[int], Rival]] = {
     "mooncake": lambda capacity: Ours("mooncake", capacity),
     "mooncake sync": MooncakeSync,
     "bare sockets": Bare,
-    "zeromq": ZeroMQ,
+    "zeromq": lambda capacity: ZeroMQ(capacity, capacity),
+    "zeromq parts": lambda capacity: ZeroMQ(capacity, 1 << 20),
     "gloo": Gloo,
 }
 """By name; `mooncake` is our engine on top of the library, which writes asynchronously and polls with sleeps."""

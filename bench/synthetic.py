@@ -35,7 +35,7 @@ from diffcluster.roles.device import CpuDevice
 from diffcluster.roles.machine import RoleMachine
 from diffcluster.roles.stage import Output, Task
 
-__all__ = ["RoleCost", "SyntheticCluster", "closed_loop"]
+__all__ = ["RoleCost", "SyntheticCluster", "closed_loop", "role_process"]
 
 _FACTS = ModelFacts(
     id="synthetic",
@@ -146,7 +146,7 @@ class SyntheticCluster:
             with Client(self.url) as client:
                 control = f"tcp://127.0.0.1:{_cluster(client)['control_port']}"
                 for cost in self._costs:
-                    stack.enter_context(_role(cost, control, self._flags))
+                    stack.enter_context(role_process(cost, control, self._flags))
                 self._wait_ready(client)
             self._stack = stack.pop_all()
         return self
@@ -173,7 +173,8 @@ def _cluster(client: Client) -> dict[str, Any]:
 
 
 @contextmanager
-def _role(cost: RoleCost, control: str, flags: Sequence[str]) -> Iterator[None]:
+def role_process(cost: RoleCost, control: str, flags: Sequence[str]) -> Iterator[None]:
+    """A synthetic role that dials `control`; ended with the block."""
     command = [sys.executable, "-m", "bench.synthetic", cost.role, "--router", control, "--log-level", "error"]
     command += ["--compute-ms", str(cost.compute_ms), "--payload", str(cost.payload), "--work", cost.work, *flags]
     if cost.trace is not None:

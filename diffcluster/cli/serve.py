@@ -47,7 +47,7 @@ def _follow_parent(descriptor: int | None) -> None:
 
 
 def _allow_descriptors() -> None:
-    """Raise this process's limit of open files to what it may have: each connection is one, and a ZeroMQ socket several.
+    """Raise this process's limit of open files to what it may have: a connection is one, a ZeroMQ socket several.
 
     Raises:
         ConfigError: that is too few to serve with.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -121,6 +122,7 @@ def _run_threads(
     thread = threading.Thread(target=control.run, name="control")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: control.inbox.post(Leave()))
+    gc.freeze()  # what is loaded by now stays: looking through all of it again and again would hold up every thread
     prefetcher.start()
     stager.start()
     thread.start()

@@ -30,6 +30,8 @@ class Dispatch(Endings):
         """Give what waits to whoever has room."""
         for role in ROUTES[0]:
             queue = self.cluster.queues.setdefault(role, {})
+            if not queue:
+                continue
             given, full = [], set()
             for request_id in queue:
                 request = self.cluster.requests[request_id]

@@ -106,13 +106,11 @@ class RouterMachine(Dispatch):
         elif sender not in self.cluster.instances:
             self.refuse_stranger(sender)
         else:
-            self.seen(sender)
-            if isinstance(message, RoleHeartbeat):
-                self.beat(sender, message)
-                return
-            if not announced:
-                self.count_heard(sender)
+            counts = not announced and not isinstance(message, RoleHeartbeat)
+            self.change(sender, last_seen=self.now, heard=self.cluster.instances[sender].heard + counts)
             match message:
+                case RoleHeartbeat():
+                    self.beat(sender, message)
                 case Drain():
                     self.change(sender, draining=True)
                 case Grant():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, cast
 
 import zmq
 
@@ -53,6 +53,9 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, largest: int) ->
 def _receive(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
     """What has arrived, at most so much that the caller comes to its other duties."""
     for _ in range(_MAX_FRAMES_A_TURN):
+        # Asked first: most of the time there is nothing, and an exception would cost more than the question.
+        if not cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
         try:
             yield socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

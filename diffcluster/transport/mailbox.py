@@ -40,6 +40,8 @@ class Mailbox(Generic[_Item]):
 
     def take_all(self) -> list[_Item]:
         """All items, oldest first; empty if there are none."""
+        if not self._items:
+            return []  # if one is being posted right now, the event will say so
         with self._lock:
             if not self._closed:
                 try:

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from diffcluster.errors import TransferError
 from diffcluster.ids import HostId, Incarnation
-from diffcluster.messages import EngineKind, Met, Peer, Push
+from diffcluster.messages import EngineKind, Met, Peer, Push, Session
 from diffcluster.transport.engines import open_sender
 from diffcluster.transport.engines.base import Sender, choose
 
@@ -117,6 +117,7 @@ class _Lane:
     def __init__(self, host: HostId, peer: Peer, timeout_s: float, window: int, report: _Report) -> None:
         self._host, self._peer, self._timeout_s, self._report = host, peer, timeout_s, report
         self._window = window
+        self._session: Session | None = None
         self._work: queue.SimpleQueue[_Write | _Meet | _End] = queue.SimpleQueue()
         self._abort = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -176,7 +177,7 @@ class _Lane:
 
     def _meet(self, sender: Sender | None) -> Sender | None:
         try:
-            session = choose(self._host, self._peer.host, self._peer.sessions)
+            session = self._chosen()
             sender = sender or open_sender(session.kind)
             sender.connect(session, self._timeout_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the lane
@@ -187,12 +188,17 @@ class _Lane:
         self._report(Met(receiver=self._peer.incarnation, engine=session.kind))
         return sender
 
+    def _chosen(self) -> Session:
+        if self._session is None:
+            self._session = choose(self._host, self._peer.host, self._peer.sessions)
+        return self._session
+
     def _write(self, sender: Sender | None, write: _Write) -> tuple[Sender | None, PushResult]:
         started = time.monotonic()
         kind: EngineKind | None = None
         error, settled, held = "", True, False
         try:
-            session = choose(self._host, self._peer.host, write.push.peer.sessions)
+            session = self._chosen()
             kind = session.kind
             sender = sender or open_sender(kind)
             remaining = write.deadline - started

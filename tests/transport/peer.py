@@ -21,7 +21,7 @@ from diffcluster.ids import LeaseId
 from diffcluster.messages import EngineKind, Session, SlotAddress
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.engines import open_receiver, open_sender
-from diffcluster.transport.engines.base import EngineOptions
+from diffcluster.transport.engines.base import CHUNK, EngineOptions
 
 STALE = 0xEE
 
@@ -87,6 +87,7 @@ def hold_second_chunk(kind: str, reached: Callable[[], object]) -> None:
     if kind == "shm":
         from diffcluster.transport.engines import shm
 
+        shm.COPY_BYTES = CHUNK  # type: ignore[misc]
         copy = shm._copy
         shm._copy = lambda target, source: (count(), copy(target, source))[1]
     elif kind == "tcp":

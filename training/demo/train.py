@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--decoder-minutes", type=float, default=6, help="the same for the autoencoder's decoder")
     parser.add_argument("--text-minutes", type=float, default=5, help="the same for the text encoder")
     parser.add_argument("--unet", type=Path, help="begin with this UNet, instead of a random one")
-    parser.add_argument("--rate", type=float, default=_RATE, help="highest learning rate of the UNet (default %(default)s)")
+    parser.add_argument(
+        "--rate", type=float, default=_RATE, help="highest learning rate of the UNet (default %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=16, help="pictures per process and step")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--every", type=int, default=250, help="steps between checkpoints")

@@ -51,7 +51,8 @@ class Receiver(Protocol):
 
     def settled(self, lease: LeaseId) -> bool | None:
         """Of a lease whose window is closed: True when nobody can be writing into it any more, False while somebody
-        may be, None when this engine cannot know, so that only time helps."""
+        may be, None when this engine cannot know, so that only time helps.
+        """
 
     def stop(self) -> None:
         """Close everything and end the threads."""
@@ -77,7 +78,8 @@ class Sender(Protocol):
         abort: threading.Event = NEVER,
     ) -> None:
         """Return when all of `source` is in the peer's memory; raises `TransferError` otherwise, also once `abort` is
-        set. However it ends, within `timeout_s` and a second of grace, what a frozen peer cannot prolong."""
+        set. However it ends, within `timeout_s` and a second of grace, what a frozen peer cannot prolong.
+        """
 
     def stop(self) -> None:
         """Close all connections."""
@@ -99,5 +101,6 @@ def choose(host: HostId, peer_host: HostId, sessions: Sequence[Session]) -> Sess
     usable = [kind for kind in _PREFERENCE if kind in offered and (kind not in _ONE_HOST or host == peer_host)]
     if not usable:
         names = ", ".join(offered) or "no engine"
-        raise TransferError(f"the peer offers {names}, which does not work from host {host} to {peer_host}", settled=True)
+        problem = f"the peer offers {names}, which does not work from host {host} to {peer_host}"
+        raise TransferError(problem, settled=True)
     return offered[usable[0]]
