@@ -21,7 +21,7 @@ def cluster_options(function: Any) -> Any:
         click.option("--device", default="auto", show_default=True, help="Torch device of all roles."),
         click.option("--dtype", default="auto", show_default=True, help="Weights of all roles: float32, bfloat16, …"),
         click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads of each role; 0: all cores."),
-        click.option("--engine", default="auto", show_default=True, help="How tensors travel: auto, shm or tcp."),
+        click.option("--engine", default="auto", show_default=True, help="How tensors travel: see the roles."),
     ):
         function = option(function)
     return function

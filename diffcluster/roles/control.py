@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import deque
@@ -28,8 +27,6 @@ from diffcluster.messages import (
     Part,
     Progress,
     Push,
-    Pushed,
-    PushFailed,
     Ready,
     Refused,
     Register,
@@ -45,6 +42,7 @@ from diffcluster.roles import jobs
 from diffcluster.roles.compute import ComputeLoop, ComputeResult, Work
 from diffcluster.roles.jobs import Key
 from diffcluster.roles.machine import RoleMachine
+from diffcluster.roles.rules import MISSED_HEARTBEATS, Leave, check_quarantine, push_ended
 from diffcluster.transport.control import RoleLink
 from diffcluster.transport.mailbox import Mailbox
 from diffcluster.transport.prefetch import LoadResult, Prefetcher
@@ -58,16 +56,11 @@ if TYPE_CHECKING:
     from diffcluster.transport.device_arena import DeviceArena
     from diffcluster.transport.engines.base import Receiver
 
-__all__ = ["Control", "Leave"]
+__all__ = ["Control"]
 
 _log = logging.getLogger(__name__)
-_MISSED_HEARTBEATS: Final = 3
 _Work = Submit | Allocate | Ungrant | Push | Ready | Release | Evict | Cancel | Meet | Part
 _GOODBYE_S: Final = 2.0
-
-
-class Leave:
-    """Posted to the control thread when the process was asked to end."""
 
 
 class Control:
@@ -130,7 +123,7 @@ class Control:
                     next_beat = now + self._heartbeat_s
                 self._flush()
                 self._link.wait(next_beat - now)
-                if time.monotonic() - now > (1 + _MISSED_HEARTBEATS) * self._heartbeat_s:
+                if time.monotonic() - now > (1 + MISSED_HEARTBEATS) * self._heartbeat_s:
                     # This process was stopped. Until the router has said whether it still counts on us, what lies in
                     # the socket is not acted upon: a push of then could hit a slot that is somebody else's now.
                     _log.warning("this process was stopped for a while; registering again")
@@ -150,8 +143,8 @@ class Control:
         if self._leave_by is not None and now >= self._leave_by:
             _log.warning("leaving with work unfinished: %s s to drain are over", self._config.drain_s)
             self._stopped = True
-        if self._registered and now - self._heard > _MISSED_HEARTBEATS * self._heartbeat_s:
-            _log.warning("the router has been silent for %d heartbeats; registering again", _MISSED_HEARTBEATS)
+        if self._registered and now - self._heard > MISSED_HEARTBEATS * self._heartbeat_s:
+            _log.warning("the router has been silent for %d heartbeats; registering again", MISSED_HEARTBEATS)
             self._registered = False
         if self._leave_by is not None and not self._registered:
             self._stopped = True  # there is nobody to finish anything for
@@ -202,6 +195,7 @@ class Control:
     def _accepted(self, message: Registered) -> None:
         if not self._registered:
             _log.info("registered with the router as %s", self._register.name)
+        check_quarantine(self._config, self._register.sessions, message.heartbeat_s)
         self._registered = True
         if message.fresh:
             self._give_up()
@@ -260,7 +254,7 @@ class Control:
                     self._tensors[key] = item.tensors
                     self._perform(self._machine.step(jobs.Loaded(key, item.seconds), now))
             case PushResult():
-                self._perform(self._machine.step(_push_ended(item), now))
+                self._perform(self._machine.step(push_ended(item), now))
             case ComputeResult():
                 self._computed(item, now)
             case jobs.Computed() | jobs.ComputeFailed():  # of the staging thread
@@ -353,33 +347,3 @@ class Control:
         jobs.CancelCompute: _cancel,
         jobs.Forget: _forget,
     }
-
-
-def new_token() -> str:
-    """An unguessable capability for one slot."""
-    return secrets.token_hex(16)
-
-
-def _push_ended(result: PushResult) -> jobs.PushEnded:
-    push = result.push
-    answer: Pushed | PushFailed
-    if result.error or result.engine is None:
-        answer = PushFailed(
-            request_id=push.request_id,
-            attempt=push.attempt,
-            receiver=push.peer.incarnation,
-            lease=push.slot.lease,
-            settled=result.settled,
-            reason=result.error[:4096],
-        )
-    else:
-        answer = Pushed(
-            request_id=push.request_id,
-            attempt=push.attempt,
-            receiver=push.peer.incarnation,
-            lease=push.slot.lease,
-            engine=result.engine,
-            nbytes=result.nbytes,
-            seconds=result.seconds,
-        )
-    return jobs.PushEnded(push, answer, result.source_held)

@@ -15,7 +15,7 @@ tensors are on the device; a slot that someone may still write or read is quaran
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -40,7 +40,6 @@ from diffcluster.messages import (
     Submit,
     Ungrant,
 )  # fmt: skip
-from diffcluster.roles.grants import Granting
 from diffcluster.roles.jobs import (
     Action,
     CancelCompute,
@@ -57,21 +56,17 @@ from diffcluster.roles.jobs import (
     PushEnded,
     SealWindow,
     Send,
-    StartCompute,
-    StartLoad,
     StartPush,
     Tick,
     WindowClosed,
 )  # fmt: skip
+from diffcluster.roles.starting import Starting
 from diffcluster.tensors import check
 
 __all__ = ["RoleMachine"]
 
-_LOAD_AHEAD: Final = 1
-"""Requests whose tensors may lie on the device while another one computes."""
 
-
-class RoleMachine(Granting):
+class RoleMachine(Starting):
     """All requests of one role. `output_bytes` is the stage's bound; `new_token` draws a slot's capability.
 
     Without `overlap`, load, compute and push come one after another: to see what it is worth.
@@ -88,8 +83,7 @@ class RoleMachine(Granting):
         *,
         overlap: bool = True,
     ) -> None:
-        super().__init__(receive_bytes, send_bytes, quarantine_s, grants, new_token)
-        self._output_bytes, self._overlap = output_bytes, overlap
+        super().__init__(receive_bytes, send_bytes, quarantine_s, output_bytes, new_token, grants, overlap=overlap)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit, Allocate: self._on_allocate, Ready: self._on_ready, Push: self._on_push,
             Release: self._on_release, Evict: self._on_evict, Cancel: self._on_cancel,
@@ -301,61 +295,3 @@ class RoleMachine(Granting):
 
     def _on_tick(self, event: Tick) -> None:
         self.review_quarantine(event.writers)
-
-    # ------------------------------------------------------------ what can start, starts
-
-    def _advance(self) -> None:
-        """Start a computation and a load, if there is one to start and room for it."""
-        # In this order: what begins to compute makes room on the device for what is loaded next.
-        if not self._is_busy():
-            self._advance_compute()
-        if self._overlap or not self._is_busy():
-            self._advance_load()
-        self.advance_grants()
-
-    def _is_busy(self) -> bool:
-        """Whether a computation has to wait for another one; without overlap, also for what else is going on."""
-        others = () if self._overlap else ("packing", "loading")
-        return any(
-            job.phase == "computing" or job.phase in others or (job.pushing > 0 and not self._overlap)
-            for job in self.jobs.values()
-        )
-
-    def _advance_compute(self) -> None:
-        for job in [job for job in self.jobs.values() if job.phase == "loaded"]:
-            if self._start_compute(job):
-                return
-
-    def _advance_load(self) -> None:
-        waiting = next((job for job in self.jobs.values() if job.phase == "ready"), None)
-        loading = any(job.phase == "loading" for job in self.jobs.values())
-        ahead = sum(job.phase == "loaded" and job.ready is not None for job in self.jobs.values())
-        if waiting is not None and not loading and ahead < _LOAD_AHEAD:
-            self._start_load(waiting)
-
-    def _start_load(self, job: Job) -> None:
-        assert job.slot is not None
-        assert job.ready is not None
-        self.receive.move(job.slot.lease, "loading")
-        job.phase = "loading"
-        job.queued_s = self.now - job.since
-        self.do(StartLoad(job.ready, job.slot))
-
-    def _start_compute(self, job: Job) -> bool:
-        """False if the output has no room now: then the request waits until a `Release`."""
-        assert job.parameters is not None
-        nbytes = self._output_bytes(job.parameters)
-        span = None
-        if nbytes:
-            if not self.send.fits(nbytes):
-                reason = f"the output needs {nbytes} bytes, the send region has {self.send.capacity}"
-                self.fail(job, "out_of_memory", reason)
-                return False
-            lease = self.send.lease(nbytes)
-            if lease is None:
-                return False
-            job.output, span = lease.id, (lease.offset, lease.nbytes)
-        job.queued_s = max(0.0, self.now - job.since - job.loaded_s)  # two threads measured: the sum may be a hair off
-        job.phase = "computing"
-        self.do(StartCompute(job.key, job.parameters, job.ready, span))
-        return True

@@ -17,7 +17,7 @@ from diffcluster.errors import ConfigError
 from diffcluster.ids import Incarnation, InstanceName, Role
 from diffcluster.messages import PROTOCOL_VERSION, EngineKind, Register
 from diffcluster.roles.compute import ComputeLoop
-from diffcluster.roles.control import Control, Leave, new_token
+from diffcluster.roles.control import Control
 from diffcluster.roles.decoder import DecoderStage
 from diffcluster.roles.denoiser import DenoiserStage
 from diffcluster.roles.device import Device, compute_threads, open_device
@@ -26,6 +26,7 @@ from diffcluster.roles.machine import RoleMachine
 from diffcluster.roles.monolithic import MonolithicStage
 from diffcluster.roles.pipelines import load_adapter
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
+from diffcluster.roles.rules import Leave, new_token
 from diffcluster.roles.staging import Stager
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.device_arena import DeviceArena

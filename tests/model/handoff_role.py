@@ -27,7 +27,7 @@ SENDER: Role = "encoder"
 RECEIVER: Role = "decoder"
 MANIFEST = manifest(GRANULE)
 _QUARANTINE_S = 1e6
-_CONFIG: Any = SimpleNamespace(drain_s=1.0)
+_CONFIG: Any = SimpleNamespace(drain_s=1.0, transfer_timeout_s=1.0, quarantine_s=100.0)
 _REGION: Any = SimpleNamespace(view=lambda offset, nbytes: (offset, nbytes))
 _PROCESS: Any = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
 
