@@ -27,8 +27,6 @@ class Endings(Links):
 
         `blame`: it may have died of one of them.
         """
-        closing = self.cluster.closing.items()
-        self.cluster.closing = {slot: sender for slot, sender in closing if lost not in (slot[0], sender)}
         for request in list(self.cluster.requests.values()):
             if request.receiver == lost:
                 self.wait_again(request)

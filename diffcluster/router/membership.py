@@ -139,7 +139,8 @@ class Membership(ABC):
     def release_drained(self) -> None:
         """Let instances go that asked to leave, and of which nothing is needed any more."""
         for incarnation, instance in list(self.cluster.instances.items()):
-            if instance.draining and not instance.busy and not instance.retained:
+            writes = incarnation in self.cluster.closing.values()  # for a request that has ended meanwhile
+            if instance.draining and not instance.busy and not instance.retained and not writes:
                 self.do(Send(incarnation, Drained()))
                 self.do(Note(f"{instance.name} has left"))
                 self._remove(incarnation)
@@ -173,6 +174,8 @@ class Membership(ABC):
         instance = self.cluster.instances.pop(incarnation, None)
         if instance is not None:
             del self.cluster.names[instance.name]
+            closing = self.cluster.closing.items()
+            self.cluster.closing = {slot: by for slot, by in closing if incarnation not in (slot[0], by)}
             self.parted(incarnation, instance)
         return instance
 

@@ -247,7 +247,8 @@ class RoleShell:
         for job in machine.jobs.values():
             assert (job.slot is not None) == (job.phase in ("leased", "ready", "loading")), "a slot is free once loaded"
         for key, counts in self.outcomes.items():
-            ends = sum(counts.values()) - counts["Cancelled"]
+            # A refusal ends nothing: the same attempt may come again, in a slot that was granted when there was room.
+            ends = sum(counts.values()) - counts["Cancelled"] - counts["AllocationRefused"]
             assert ends <= 1, f"{key} ended as {counts}"
 
     def _check_ledger(self, ledger: Ledger, held: set[LeaseId], region: str) -> None:
