@@ -36,11 +36,11 @@ def narrow(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield Server(cluster.url)
 
 
-async def _load(url: str, expected: list[str], seed: int) -> dict[str, int]:
+async def _load(url: str, expected: list[str], seed: int, requests: int) -> dict[str, int]:
     """How many requests were answered, and how many were given up; each answer must be the right one."""
     rng = random.Random(seed)
     counts = {"right": 0, "aborted": 0}
-    turns = iter(range(REQUESTS))
+    turns = iter(range(requests))
 
     async def ask(client: httpx.AsyncClient) -> None:
         for turn in turns:
@@ -81,12 +81,15 @@ def _is_all_free(server: Server) -> bool:
 def test_every_survivor_of_500_is_right_and_nothing_is_left(narrow: Server) -> None:
     expected = [sha(narrow.picture(**body)) for body in BODIES]
     eventually(lambda: _is_all_free(narrow))
+    # All threads and connections that there will be are made by the first requests at once.
+    asyncio.run(_load(narrow.url, expected, seed=2, requests=50))
+    eventually(lambda: _is_all_free(narrow))
     before = _descriptors(narrow)
-    counts = asyncio.run(_load(narrow.url, expected, seed=1))
+    counts = asyncio.run(_load(narrow.url, expected, seed=1, requests=REQUESTS))
     assert sum(counts.values()) == REQUESTS
     assert counts["right"] > REQUESTS / 4
     assert counts["aborted"] > REQUESTS / 20
     eventually(lambda: _is_all_free(narrow))
-    # A connection more or less may be on its way; a descriptor for each request may not.
-    eventually(lambda: all(count <= before[name] + 2 for name, count in _descriptors(narrow).items()))
+    # A connection more or less of a lane that is seldom needed may be there; a descriptor for each request may not.
+    eventually(lambda: all(count <= before[name] + 3 for name, count in _descriptors(narrow).items()))
     assert narrow.metric("diffcluster_events_total", event="grant_used") > 0
