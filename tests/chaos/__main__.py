@@ -161,7 +161,9 @@ def _held(cluster: LocalCluster) -> list[str]:
         kinds = ("outstanding", "retained", "receive_quarantined")
         held += [f"{instance['name']}: {what} {instance[what]}" for what in kinds if instance[what]]
         # What is leased ahead is not in use; the router and the role must agree about it.
-        if instance["receive_free"] + instance["granted_bytes"] != instance["slot_bytes"]:
+        if instance["receive_free"] is None:
+            held.append(f"{instance['name']}: its first heartbeat is still to come")
+        elif instance["receive_free"] + instance["granted_bytes"] != instance["slot_bytes"]:
             held.append(f"{instance['name']}: {instance['receive_free']} of {instance['slot_bytes']} bytes are free")
     return held
 

@@ -71,7 +71,8 @@ def _is_all_free(server: Server) -> bool:
     state = server.cluster()
     held = [instance["outstanding"] + instance["retained"] for instance in state["instances"]]
     free = all(
-        instance["receive_quarantined"] == 0
+        instance["receive_free"] is not None  # None until its first heartbeat
+        and instance["receive_quarantined"] == 0
         and instance["receive_free"] + instance["granted_bytes"] == instance["slot_bytes"]
         for instance in state["instances"]
     )
