@@ -83,15 +83,16 @@ class ComputeLoop:
         started = time.monotonic()
         try:
             output = self._stage.run(Task(work.parameters, work.tensors, work.scalars, self._progress(work)))
+            made = self._device.mark()  # what went wrong on the device may only show here
         except BaseException as error:  # noqa: BLE001 - whatever a model raises ends its request, never the role
             code = _code(error)
             if code not in ("cancelled", "invalid_value"):
                 _log.exception("request %s failed", work.key[0])
             self._report(ComputeResult(ComputeFailed(work.key, code, _reason(error))))
             return
-        self._hand_on(work, output, time.monotonic() - started)
+        self._hand_on(work, output, made, time.monotonic() - started)
 
-    def _hand_on(self, work: Work, output: StageOutput, seconds: float) -> None:
+    def _hand_on(self, work: Work, output: StageOutput, made: torch.Event | None, seconds: float) -> None:
         """Files to the control thread; tensors to the staging thread, and go on with the next request."""
         if work.target is None:
             infos = tuple(FileInfo(media_type, len(content)) for media_type, content in output.files)
@@ -99,7 +100,7 @@ class ComputeLoop:
             self._report(ComputeResult(event, tuple(content for _, content in output.files)))
             return
         self._report(ComputeEnded(work.key))
-        self._stager.stage(Output(work.key, output.tensors, output.scalars, work.target, self._device.mark(), seconds))
+        self._stager.stage(Output(work.key, output.tensors, output.scalars, work.target, made, seconds))
 
     def _progress(self, work: Work) -> Callable[[int, int], None]:
         request_id, attempt = work.key

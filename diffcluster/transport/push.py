@@ -129,11 +129,7 @@ class _Lane:
         """Make contact, unless that was done."""
         if not self._met:
             self._met = True
-            self._put(_Meet())
-
-    def put(self, write: _Write) -> None:
-        """Write, as soon as a thread is free for it."""
-        self._put(write)
+            self.put(_Meet())
 
     def end(self) -> None:
         """Fail what is under way and what waits, and let the threads go."""
@@ -150,7 +146,8 @@ class _Lane:
         for thread in self._threads:
             thread.join()
 
-    def _put(self, item: _Write | _Meet) -> None:
+    def put(self, item: _Write | _Meet) -> None:
+        """Do it as soon as a thread is free; another one is started if there is none and the window allows."""
         with self._lock:
             self._unfinished += 1
             all_busy = self._unfinished > len(self._threads)
