@@ -25,7 +25,7 @@ from bench.command import alone
 from bench.report import Claim, Result
 from bench.synthetic import RoleCost, role_process
 from diffcluster.config import RouterConfig
-from diffcluster.messages import ImageParameters
+from diffcluster.messages import GenerationParameters
 from diffcluster.router.server import DiffusionServer
 
 __all__ = ["measure"]
@@ -33,7 +33,7 @@ __all__ = ["measure"]
 _PAYLOAD = 1 << 20
 _MESSAGE = b"x" * 300
 _WARM_UP, _A_TURN = 20, 20
-_PARAMETERS = ImageParameters(
+_PARAMETERS = GenerationParameters(
     model="synthetic", prompt="x", width=64, height=64, num_inference_steps=1, guidance_scale=1.0, seed=1
 )
 _ECHO = """

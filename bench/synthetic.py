@@ -29,7 +29,7 @@ from diffcluster.client import Client
 from diffcluster.config import RoleConfig
 from diffcluster.ids import ROLES, Role
 from diffcluster.local import LocalCluster, Plan
-from diffcluster.messages import ImageParameters, ModelFacts, Ready, Staged
+from diffcluster.messages import GenerationParameters, ModelFacts, Ready, Staged
 from diffcluster.roles import jobs, runtime
 from diffcluster.roles.device import CpuDevice
 from diffcluster.roles.machine import RoleMachine
@@ -62,7 +62,7 @@ class SyntheticStage:
         self._matrix = torch.randn(256, 256)
         self._never = threading.Event()
 
-    def output_bytes(self, parameters: ImageParameters) -> int:
+    def output_bytes(self, parameters: GenerationParameters) -> int:
         """The payload."""
         del parameters
         return self._tensor.nbytes

@@ -20,7 +20,8 @@ from diffcluster.values import (
     EngineKind,
     ExtraArgument,
     FileInfo,
-    ImageParameters,
+    GenerationParameters,
+    InputImage,
     ModelFacts,
     OutputFormat,
     Peer,
@@ -28,18 +29,21 @@ from diffcluster.values import (
     Session,
     SlotAddress,
     StageTimings,
+    TaskKind,
     Text,
+    VideoFacts,
 )  # fmt: skip
 
 __all__ = [
     "PROTOCOL_VERSION", "Allocate", "Allocated", "AllocationRefused", "BulkPiece", "Cancel", "Cancelled", "Done",
-    "Drain", "Drained", "EngineKind", "Evict", "Evicted", "ExtraArgument", "Failed", "FileInfo", "Grant",
-    "ImageParameters", "Meet", "Met", "ModelFacts", "OutputFormat", "Part", "Peer", "Progress", "Push", "PushFailed",
-    "Pushed", "Ready", "Refused", "Register", "Registered", "Release", "RoleHeartbeat", "RoleToRouter",
-    "RouterHeartbeat", "RouterToRole", "Session", "SlotAddress", "StageTimings", "Staged", "Submit", "Ungrant",
+    "Drain", "Drained", "EngineKind", "Evict", "Evicted", "ExtraArgument", "Failed", "FileInfo", "GenerationParameters",
+    "Grant", "InputImage", "Meet", "Met", "ModelFacts", "OutputFormat", "Part", "Peer", "Progress", "Push",
+    "PushFailed", "Pushed", "Ready", "Refused", "Register", "Registered", "Release", "RoleHeartbeat", "RoleToRouter",
+    "RouterHeartbeat", "RouterToRole", "Session", "SlotAddress", "StageTimings", "Staged", "Submit", "TaskKind",
+    "Ungrant", "VideoFacts",
 ]  # fmt: skip
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -229,7 +233,7 @@ class RouterHeartbeat(_Message, frozen=True):
 class Submit(_OfRequest, frozen=True):
     """To the first stage: compute this."""
 
-    parameters: ImageParameters
+    parameters: GenerationParameters
 
 
 class Allocate(_OfRequest, frozen=True):
@@ -269,7 +273,7 @@ class Ready(_OfRequest, frozen=True):
     lease: LeaseId
     manifest: Manifest
     scalars: dict[str, float | int | str]
-    parameters: ImageParameters
+    parameters: GenerationParameters
     checksum: Checksum | None = None
 
 

@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 from diffcluster.ids import NAME_PATTERN, HostId, Incarnation, InstanceName, LeaseId
 
 __all__ = [
-    "Checksum", "Count", "EngineKind", "ExtraArgument", "FileInfo", "ImageParameters", "ModelFacts", "OutputFormat",
-    "Peer", "Seconds", "Session", "SlotAddress", "StageTimings", "Text",
+    "Checksum", "Count", "EngineKind", "ExtraArgument", "FileInfo", "GenerationParameters", "InputImage", "ModelFacts",
+    "OutputFormat", "Peer", "Seconds", "Session", "SlotAddress", "StageTimings", "TaskKind", "Text", "VideoFacts",
 ]  # fmt: skip
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -21,7 +21,10 @@ Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
 Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
 """XXH3-64 of all bytes that are handed over, padding included, as hexadecimal digits."""
 EngineKind = Literal["inprocess", "shm", "tcp", "mooncake"]
-OutputFormat = Literal["png", "jpeg", "webp"]
+OutputFormat = Literal["png", "jpeg", "webp", "mp4"]
+"""Of a video: `mp4` (H.264), or `png` and `webp`, which are animated; PNG loses nothing."""
+TaskKind = Literal["text_to_image", "image_to_image", "inpaint", "edit", "text_to_video", "image_to_video"]
+"""What is asked of a model. `edit` follows an instruction; `image_to_image` starts from the picture and `strength`."""
 
 
 class ExtraArgument(Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,10 +35,20 @@ class ExtraArgument(Struct, frozen=True, forbid_unknown_fields=True):
     maximum: float
 
 
+class VideoFacts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a model of videos makes: k * `frame_multiple` + 1 frames, at most `max_frames`."""
+
+    num_frames: Annotated[int, Meta(ge=1)]
+    frame_multiple: Annotated[int, Meta(ge=1)]
+    max_frames: Annotated[int, Meta(ge=1)]
+    fps: Annotated[int, Meta(ge=1, le=240)]
+
+
 class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the router must know of a model to refuse early and to fill in what was left out.
 
-    Read from the model's configs, so that all roles of one model say the same. Sizes in pixels.
+    Read from the model's configs, so that all roles of one model say the same. Sizes in pixels. `tasks` are those that
+    it can do, `schedulers` the class names that a request may ask for instead of the model's own.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -49,14 +62,30 @@ class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_inference_steps: Annotated[int, Meta(ge=1)]
     guidance_scale: float
     extras: tuple[ExtraArgument, ...] = ()
+    tasks: Annotated[tuple[TaskKind, ...], Meta(min_length=1)] = ("text_to_image",)
+    strength: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    """Default of image_to_image and inpaint."""
+    max_input_images: Count = 1
+    schedulers: tuple[str, ...] = ()
+    video: VideoFacts | None = None
 
 
-class ImageParameters(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One picture to make; every field is decided by the router, so that all stages and retries agree.
+class InputImage(Struct, frozen=True, forbid_unknown_fields=True):
+    """A picture that the client sent: an 8-bit PNG, `RGB` or, if it is a mask, `L`. Its bytes travel apart."""
+
+    kind: Literal["image", "mask"]
+    width: Annotated[int, Meta(ge=1, le=16384)]
+    height: Annotated[int, Meta(ge=1, le=16384)]
+    nbytes: Count
+
+
+class GenerationParameters(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One picture or video to make; every field is decided by the router, so that all stages and retries agree.
 
     `guidance_scale` <= 1 means no negative pass. The noise comes from a CPU generator seeded with `seed`,
     of which torch uses the low 32 bits.
-    `extra` holds arguments that the model's facts declare.
+    `extra` holds arguments that the model's facts declare. Of two requests the one with the higher `priority` computes
+    first. `deadline_s`: seconds from its start after which nobody waits for it any more.
     """
 
     model: str
@@ -70,6 +99,15 @@ class ImageParameters(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     output_format: OutputFormat = "png"
     output_compression: Annotated[int, Meta(ge=0, le=100)] = 100
     extra: dict[str, float] = {}
+    task: TaskKind = "text_to_image"
+    strength: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    num_frames: Annotated[int, Meta(ge=1)] = 1
+    fps: Annotated[int, Meta(ge=1, le=240)] = 1
+    scheduler: Annotated[str, Meta(max_length=64)] = ""
+    """Class name of the scheduler; empty for the model's own."""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    deadline_s: Annotated[float, Meta(gt=0)] | None = None
+    inputs: Annotated[tuple[InputImage, ...], Meta(max_length=17)] = ()
 
 
 class Session(Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from typing import Any
 from diffcluster.ids import HostId, Incarnation, InstanceName, LeaseId, RequestId, Role
 from diffcluster.messages import (
     PROTOCOL_VERSION,
-    ImageParameters,
+    GenerationParameters,
     ModelFacts,
     Register,
     Session,
@@ -38,13 +38,13 @@ def facts(**fields: Any) -> ModelFacts:
     return ModelFacts(**{**values, **fields})
 
 
-def parameters(**fields: Any) -> ImageParameters:
+def parameters(**fields: Any) -> GenerationParameters:
     """One small picture of model `m`."""
     values: dict[str, Any] = {
         "model": "m", "prompt": "a", "width": 64, "height": 64, "num_inference_steps": 4, "guidance_scale": 1.0,
         "seed": 0,
     }  # fmt: skip
-    return ImageParameters(**{**values, **fields})
+    return GenerationParameters(**{**values, **fields})
 
 
 def register(role: Role = "encoder", number: int = 1, **fields: Any) -> Register:

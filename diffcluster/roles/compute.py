@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 
 from diffcluster.errors import CancelledError, FailureCode, RequestError
-from diffcluster.messages import FileInfo, ImageParameters, Progress
+from diffcluster.messages import FileInfo, GenerationParameters, Progress
 from diffcluster.roles.jobs import Computed, ComputeEnded, ComputeFailed, Key
 from diffcluster.roles.stage import Output as StageOutput
 from diffcluster.roles.stage import Stage, Task
@@ -34,7 +34,7 @@ class Work(Struct):
     """One computation. `target` is where its output goes, None at a last stage."""
 
     key: Key
-    parameters: ImageParameters
+    parameters: GenerationParameters
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, float | int | str]
     target: npt.NDArray[np.uint8] | None

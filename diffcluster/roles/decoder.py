@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffcluster.messages import ImageParameters
+from diffcluster.messages import GenerationParameters
 from diffcluster.roles.media import encode_image
 from diffcluster.roles.pipelines.base import Adapter
 from diffcluster.roles.stage import Output, Task
@@ -17,7 +17,7 @@ class DecoderStage:
         self._adapter = adapter
         self.facts, self.components = adapter.facts, adapter.components
 
-    def output_bytes(self, parameters: ImageParameters) -> int:
+    def output_bytes(self, parameters: GenerationParameters) -> int:
         """Nothing is handed on."""
         del parameters
         return 0

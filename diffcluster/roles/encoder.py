@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffcluster.messages import ImageParameters
+from diffcluster.messages import GenerationParameters
 from diffcluster.roles.pipelines.base import Adapter
 from diffcluster.roles.stage import Output, Task
 
@@ -16,7 +16,7 @@ class EncoderStage:
         self._adapter = adapter
         self.facts, self.components = adapter.facts, adapter.components
 
-    def output_bytes(self, parameters: ImageParameters) -> int:
+    def output_bytes(self, parameters: GenerationParameters) -> int:
         """Size of the prompt embeds."""
         return self._adapter.encoded_bytes(parameters)
 

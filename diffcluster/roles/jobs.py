@@ -13,7 +13,7 @@ from diffcluster.messages import (
     Cancel,
     Evict,
     FileInfo,
-    ImageParameters,
+    GenerationParameters,
     Push,
     Pushed,
     PushFailed,
@@ -66,7 +66,7 @@ class Job(Struct):
     since: float
     slot: SlotAddress | None = None
     ready: Ready | None = None
-    parameters: ImageParameters | None = None
+    parameters: GenerationParameters | None = None
     output: LeaseId | None = None
     pushing: int = 0
     source_held: bool = False
@@ -197,7 +197,7 @@ class StartCompute(Struct, frozen=True):
     """Compute thread: run, and write the output to `output`."""
 
     key: Key
-    parameters: ImageParameters
+    parameters: GenerationParameters
     ready: Ready | None
     output: tuple[int, int] | None
     """Offset and size of the reserved send lease."""

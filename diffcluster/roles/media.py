@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from diffcluster.messages import ImageParameters
+    from diffcluster.messages import GenerationParameters
 
 __all__ = ["encode_image"]
 
 
-def encode_image(image: Image, parameters: ImageParameters) -> tuple[str, bytes]:
+def encode_image(image: Image, parameters: GenerationParameters) -> tuple[str, bytes]:
     """(media type, bytes) of `image` in the format that was asked for.
 
     PNG is lossless and ignores `output_compression`; JPEG and WebP take it as their quality, 0..100.

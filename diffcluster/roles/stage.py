@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from diffcluster.messages import ImageParameters, ModelFacts
+    from diffcluster.messages import GenerationParameters, ModelFacts
 
 __all__ = ["Output", "Progressing", "Stage", "Task"]
 
@@ -19,12 +19,15 @@ Progressing = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Task:
-    """One request at one stage. `tensors` and `scalars` are what the stage before handed over."""
+    """One request at one stage. `tensors` and `scalars` are what the stage before handed over; `inputs` the client's
+    pictures, at a first stage: PNG files, in the order of `parameters.inputs`.
+    """
 
-    parameters: ImageParameters
+    parameters: GenerationParameters
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, float | int | str]
     progress: Progressing
+    inputs: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class Stage(Protocol):
     components: dict[str, int]
     """Bytes of parameters and buffers of each loaded component."""
 
-    def output_bytes(self, parameters: ImageParameters) -> int:
+    def output_bytes(self, parameters: GenerationParameters) -> int:
         """Upper bound of what `run` hands to the next stage; 0 for a last stage. Reserved before it computes."""
 
     def run(self, task: Task) -> Output:

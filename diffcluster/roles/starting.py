@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from diffcluster.messages import ImageParameters
+from diffcluster.messages import GenerationParameters
 from diffcluster.roles.grants import Granting
 from diffcluster.roles.jobs import Job, StartCompute, StartLoad
 
@@ -23,7 +23,7 @@ class Starting(Granting):
         receive_bytes: int,
         send_bytes: int,
         quarantine_s: float,
-        output_bytes: Callable[[ImageParameters], int],
+        output_bytes: Callable[[GenerationParameters], int],
         new_token: Callable[[], str],
         grants: int,
         *,

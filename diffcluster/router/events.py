@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from diffcluster.ids import Incarnation, RequestId
-from diffcluster.messages import ImageParameters, RoleToRouter
+from diffcluster.messages import GenerationParameters, RoleToRouter
 
 __all__ = ["Announced", "Event", "GivenUp", "Gone", "Heard", "Submitted", "Tick"]
 
@@ -14,7 +14,7 @@ class Submitted(Struct, frozen=True):
     """A client asks for a picture. `deadline` is a time, not a duration."""
 
     request_id: RequestId
-    parameters: ImageParameters
+    parameters: GenerationParameters
     deadline: float
     now: float
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from diffcluster import codec
 from diffcluster.errors import QueueFullError, WireError, WorkerFailedError, request_error
 from diffcluster.ids import Incarnation, RequestId
-from diffcluster.messages import Done, ImageParameters, Refused
+from diffcluster.messages import Done, GenerationParameters, Refused
 from diffcluster.router import actions, events
 from diffcluster.router.collect import Collector, File
 from diffcluster.router.machine import RouterMachine
@@ -50,7 +50,7 @@ class Result(Struct, frozen=True):
 
 class _Submit(Struct, frozen=True):
     request_id: RequestId
-    parameters: ImageParameters
+    parameters: GenerationParameters
     deadline: float
     future: Future[Result]
 
@@ -105,7 +105,7 @@ class DiffusionServer:
         """Whether the server's thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, parameters: ImageParameters, deadline_s: float) -> tuple[RequestId, Future[Result]]:
+    def submit(self, parameters: GenerationParameters, deadline_s: float) -> tuple[RequestId, Future[Result]]:
         """Ask for a picture. The future ends with a `Result` or a `RequestError`, exactly once."""
         request_id = RequestId(uuid.uuid4().hex)
         future: Future[Result] = Future()

@@ -7,7 +7,15 @@ from typing import Final, Literal
 from msgspec import Struct, field
 
 from diffcluster.ids import PIPELINE_ROUTE, Incarnation, InstanceName, LeaseId, RequestId, Role
-from diffcluster.messages import EngineKind, ImageParameters, ModelFacts, Register, RoleHeartbeat, SlotAddress, Staged
+from diffcluster.messages import (
+    EngineKind,
+    GenerationParameters,
+    ModelFacts,
+    Register,
+    RoleHeartbeat,
+    SlotAddress,
+    Staged,
+)
 from diffcluster.router.actions import StageRecord
 
 __all__ = ["ROUTES", "Cluster", "Instance", "Key", "Limits", "Phase", "Request"]
@@ -72,7 +80,7 @@ class Request(Struct, frozen=True):
     """One picture on its way."""
 
     id: RequestId
-    parameters: ImageParameters
+    parameters: GenerationParameters
     submitted_at: float
     deadline: float
     route: tuple[Role, ...] = ()

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from diffcluster.messages import ImageParameters, ModelFacts
+    from diffcluster.messages import GenerationParameters, ModelFacts
     from diffcluster.roles.stage import Progressing
 
 __all__ = ["Adapter"]
@@ -20,19 +20,19 @@ class Adapter(Protocol):
     facts: ModelFacts
     components: dict[str, int]
 
-    def encoded_bytes(self, parameters: ImageParameters) -> int:
+    def encoded_bytes(self, parameters: GenerationParameters) -> int:
         """Upper bound of what `encode` returns, padding included."""
 
-    def encode(self, parameters: ImageParameters) -> dict[str, torch.Tensor]:
+    def encode(self, parameters: GenerationParameters) -> dict[str, torch.Tensor]:
         """What the denoiser needs of the prompts."""
 
-    def denoised_bytes(self, parameters: ImageParameters) -> int:
+    def denoised_bytes(self, parameters: GenerationParameters) -> int:
         """Upper bound of what `denoise` returns, padding included."""
 
     def denoise(
-        self, parameters: ImageParameters, encoded: dict[str, torch.Tensor], progress: Progressing
+        self, parameters: GenerationParameters, encoded: dict[str, torch.Tensor], progress: Progressing
     ) -> dict[str, torch.Tensor]:
         """What the decoder needs."""
 
-    def decode(self, parameters: ImageParameters, denoised: dict[str, torch.Tensor]) -> list[Image]:
+    def decode(self, parameters: GenerationParameters, denoised: dict[str, torch.Tensor]) -> list[Image]:
         """The pictures."""

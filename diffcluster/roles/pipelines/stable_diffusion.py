@@ -18,7 +18,7 @@ from PIL.Image import Image
 
 from diffcluster.errors import ModelError, NanOutputError
 from diffcluster.ids import Role
-from diffcluster.messages import ExtraArgument, ImageParameters, ModelFacts
+from diffcluster.messages import ExtraArgument, GenerationParameters, ModelFacts
 from diffcluster.roles.pipelines.directory import ModelDirectory
 from diffcluster.roles.stage import Progressing
 from diffcluster.tensors import aligned
@@ -65,13 +65,13 @@ class StableDiffusion:
 
     # ------------------------------------------------------------ encoder
 
-    def encoded_bytes(self, parameters: ImageParameters) -> int:
+    def encoded_bytes(self, parameters: GenerationParameters) -> int:
         """One row of prompt embeds, and one of negative ones if guidance is on."""
         rows = 2 if self._guided(parameters) else 1
         tokens = min(int(self._tokenizer["model_max_length"]), int(self._text["max_position_embeddings"]))
         return rows * aligned(tokens * int(self._text["hidden_size"]) * self._dtype.itemsize)
 
-    def encode(self, parameters: ImageParameters) -> dict[str, torch.Tensor]:
+    def encode(self, parameters: GenerationParameters) -> dict[str, torch.Tensor]:
         """`prompt_embeds` and, if guidance is on, `negative_prompt_embeds`, each (1, tokens, width)."""
         guided = self._guided(parameters)
         embeds, negative = self._pipeline.encode_prompt(
@@ -85,13 +85,13 @@ class StableDiffusion:
 
     # ------------------------------------------------------------ denoiser
 
-    def denoised_bytes(self, parameters: ImageParameters) -> int:
+    def denoised_bytes(self, parameters: GenerationParameters) -> int:
         """The latents. Schedulers may widen them to float32."""
         height, width = parameters.height // self._scale, parameters.width // self._scale
         return aligned(int(self._unet["in_channels"]) * height * width * max(4, self._dtype.itemsize))
 
     def denoise(
-        self, parameters: ImageParameters, encoded: dict[str, torch.Tensor], progress: Progressing
+        self, parameters: GenerationParameters, encoded: dict[str, torch.Tensor], progress: Progressing
     ) -> dict[str, torch.Tensor]:
         """`latents` (1, channels, height / 8, width / 8), as the pipeline's loop leaves them."""
 
@@ -117,7 +117,7 @@ class StableDiffusion:
 
     # ------------------------------------------------------------ decoder
 
-    def decode(self, parameters: ImageParameters, denoised: dict[str, torch.Tensor]) -> list[Image]:
+    def decode(self, parameters: GenerationParameters, denoised: dict[str, torch.Tensor]) -> list[Image]:
         """What the pipeline does after its loop, in its order."""
         del parameters
         pipeline = self._pipeline
@@ -128,7 +128,7 @@ class StableDiffusion:
         clean = [True] * len(image) if flagged is None else [not flag for flag in flagged]
         return list(pipeline.image_processor.postprocess(image, output_type="pil", do_denormalize=clean))
 
-    def _guided(self, parameters: ImageParameters) -> bool:
+    def _guided(self, parameters: GenerationParameters) -> bool:
         """The pipeline's own rule, without its UNet."""
         return parameters.guidance_scale > 1 and self._unet.get("time_cond_proj_dim") is None
 

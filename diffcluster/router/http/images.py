@@ -18,7 +18,7 @@ from litestar.response import ServerSentEvent, ServerSentEventMessage
 
 from diffcluster.errors import NoInstanceError, RequestError
 from diffcluster.ids import RequestId
-from diffcluster.messages import ImageParameters
+from diffcluster.messages import GenerationParameters
 from diffcluster.router.actions import StageRecord
 from diffcluster.router.http.schemas import Image, ImageRequest, ImageResponse
 from diffcluster.router.http.validate import choose_model, deadline, image_parameters, parse
@@ -79,7 +79,7 @@ class _Batch:
     """The pictures of one HTTP request. If one fails, the others are given up, and the client gets that error."""
 
     server: DiffusionServer
-    parameters: list[ImageParameters]
+    parameters: list[GenerationParameters]
     deadline_s: float
     watched: dict[str, list[RequestId]]
     client_id: str
@@ -123,7 +123,7 @@ def _response(batch: _Batch, results: list[Result], as_url: bool) -> ImageRespon
     )
 
 
-def _image(result: Result, parameters: ImageParameters, as_url: bool) -> Image:
+def _image(result: Result, parameters: GenerationParameters, as_url: bool) -> Image:
     media_type, content = result.files[0]
     text = base64.b64encode(content).decode("ascii")
     timings: dict[str, Any] = {"total_s": result.total_s}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from diffcluster.errors import InvalidRequestError, ModelNotFoundError
-from diffcluster.messages import ImageParameters, ModelFacts
+from diffcluster.messages import GenerationParameters, ModelFacts
 from diffcluster.router.http.schemas import ImageRequest
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def choose_model(name: str | None, models: Mapping[str, ModelFacts]) -> ModelFac
 
 def image_parameters(
     request: ImageRequest, facts: ModelFacts, config: RouterConfig, draw_seed: Callable[[int], int]
-) -> list[ImageParameters]:
+) -> list[GenerationParameters]:
     """The parameters of each picture of `request`. `draw_seed(n)` draws one that leaves room for n - 1 more.
 
     Raises:
@@ -89,7 +89,7 @@ def image_parameters(
     if request.background == "transparent":
         raise InvalidRequestError("background: a transparent background is not supported", param="background")
     _within("partial_images", request.partial_images, 0, 0, 3)
-    first = ImageParameters(
+    first = GenerationParameters(
         model=facts.id,
         prompt=_prompt("prompt", request.prompt, blank_allowed=False),
         negative_prompt=_prompt("negative_prompt", request.negative_prompt or "", blank_allowed=True),
