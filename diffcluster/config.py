@@ -57,7 +57,22 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = 2
     max_pixels: Annotated[int, _doc("Largest width x height, whatever a model allows. Pixels.", ge=1)] = 4_194_304
     max_images: Annotated[int, _doc("Largest `n` of one HTTP request.", ge=1, le=100)] = 10
-    max_body_bytes: Annotated[int, _doc("Largest body of an HTTP request. Bytes.", ge=1024)] = 1_048_576
+    max_body_bytes: Annotated[int, _doc("Largest body of an HTTP request without pictures. Bytes.", ge=1024)] = (
+        1_048_576
+    )
+    max_upload_bytes: Annotated[
+        int, _doc("Largest body of an HTTP request that brings pictures. Bytes.", ge=1024, le=2**30)
+    ] = 64 << 20
+    max_input_pixels: Annotated[
+        int, _doc("Largest width x height of a picture that a client sends. Pixels.", ge=1, le=2**28)
+    ] = 16_777_216
+    max_input_bytes: Annotated[
+        int, _doc("Clients' pictures that are kept for requests on their way; more are refused with 429. Bytes.", ge=1)
+    ] = 1 << 30
+    max_videos: Annotated[
+        int, _doc("Videos that are kept or in the making; the oldest finished ones make room for new ones.", ge=1)
+    ] = 100
+    max_video_bytes: Annotated[int, _doc("Finished videos that are kept in memory. Bytes.", ge=1)] = 1 << 30
     log_level: Annotated[LogLevel, _doc("Least severe log lines that are printed.")] = "info"
 
 
@@ -120,7 +135,19 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ] = 64 << 20
     max_outstanding: Annotated[
         int, _doc("Requests that the router may give to this instance at one time.", ge=1, le=10_000)
-    ] = 4
+    ] = 16
+    max_batch_size: Annotated[
+        int,
+        _doc(
+            "Requests that compute side by side, joined at each step as far as they fit together. With 1, one comes "
+            "after another, each bit-equal to plain diffusers.",
+            ge=1,
+            le=1000,
+        ),
+    ] = 8
+    batch_delay_s: Annotated[
+        float, _doc("Seconds that a request's first step may wait for others to join. Seldom needed.", ge=0, le=60)
+    ] = 0.0
     transfer_timeout_s: Annotated[float, _doc("Seconds one transfer may take.", gt=0, le=3600)] = 30.0
     transfer_window: Annotated[
         int,

@@ -1,4 +1,12 @@
-"""The compute loop: runs one request after another on the main thread, and reports each exactly once."""
+"""The compute loop: all requests of a role, side by side on the main thread, step by step; each is reported once.
+
+Each request runs its stage in a fiber, and parks at every call of a module. In each turn the loop lets new requests in
+and cancelled ones go, has the policy choose which calls to make together (`batching`), makes them, and lets those
+requests go on. So a request joins a running batch at any step, and leaves it when it is done, whatever the others do.
+
+An error belongs to one request. If a joined call fails, each of its calls is made alone, and only those that fail
+again end their requests; a joined call that ran out of memory is made in two halves, and never again as large.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +21,13 @@ from msgspec import Struct
 
 from diffcluster.errors import CancelledError, FailureCode, RequestError
 from diffcluster.messages import FileInfo, GenerationParameters, Progress
+from diffcluster.roles.batching import Candidate, Policy, choose
 from diffcluster.roles.jobs import Computed, ComputeEnded, ComputeFailed, Key
+from diffcluster.roles.meeting import Fiber
 from diffcluster.roles.stage import Output as StageOutput
 from diffcluster.roles.stage import Stage, Task
 from diffcluster.roles.staging import Output, Stager
+from diffcluster.roles.steps import StepMaker
 from diffcluster.transport.mailbox import Mailbox
 
 if TYPE_CHECKING:
@@ -31,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Work(Struct):
-    """One computation. `target` is where its output goes, None at a last stage."""
+    """One computation. `target` is where its output goes, None at a last stage; `inputs` the client's pictures."""
 
     key: Key
     parameters: GenerationParameters
@@ -39,6 +50,7 @@ class Work(Struct):
     scalars: dict[str, float | int | str]
     target: npt.NDArray[np.uint8] | None
     cancelled: threading.Event
+    inputs: tuple[bytes, ...] = ()
 
 
 class ComputeResult(Struct, frozen=True):
@@ -46,6 +58,24 @@ class ComputeResult(Struct, frozen=True):
 
     event: Computed | ComputeFailed
     files: tuple[bytes, ...] = ()
+
+
+class _Running:
+    """A request that is being computed."""
+
+    def __init__(self, work: Work, fiber: Fiber, now: float) -> None:
+        self.work, self.fiber, self.started, self.waits_since = work, fiber, now, now
+        within = work.parameters.deadline_s
+        self.due = float("inf") if within is None else now + within
+
+    def candidate(self) -> Candidate:
+        """As the policy sees it."""
+        call = self.fiber.call
+        assert call is not None, "a request that runs is parked whenever the loop looks at it"
+        priority = self.work.parameters.priority
+        return Candidate(
+            self.work.key, call.signature, call.samples, call.units, self.started, self.waits_since, priority, self.due
+        )
 
 
 class ComputeLoop:
@@ -57,40 +87,99 @@ class ComputeLoop:
         device: Device,
         stager: Stager,
         report: Callable[[ComputeResult | ComputeEnded | Progress], Any],
+        policy: Policy | None = None,
     ) -> None:
         self._stage, self._device, self._stager, self._report = stage, device, stager, report
+        self._policy = policy or Policy()
         self._inbox: Mailbox[Work | None] = Mailbox()
+        self._running: dict[object, _Running] = {}
+        self._wait_until: float | None = None
+        self.steps = StepMaker(device)
 
     def submit(self, work: Work | None) -> None:
-        """Compute `work` next; None ends the loop. For any thread."""
+        """Compute `work`; None ends the loop, once what runs has ended. For any thread."""
         if not self._inbox.post(work) and work is not None:
             self._report(ComputeResult(ComputeFailed(work.key, "worker_error", "too much work is waiting")))
 
     def run(self) -> None:
         """Compute until told to end."""
         with torch.inference_mode():
-            while True:
-                for work in self._inbox.take():
+            ending = False
+            while not ending or self._running:
+                for work in self._arrivals():
                     if work is None:
-                        return
-                    self._compute(work)
+                        ending = True
+                    else:
+                        self._start(work)
+                self._step()
 
     def close(self) -> None:
         """Give the inbox back, after `run`."""
         self._inbox.close()
 
-    def _compute(self, work: Work) -> None:
-        started = time.monotonic()
+    def _arrivals(self) -> list[Work | None]:
+        """What has come; waits for it if there is nothing else to do."""
+        if not self._running:
+            return self._inbox.take()
+        if self._wait_until is not None:
+            return self._inbox.take(max(0.0, self._wait_until - time.monotonic()))
+        return self._inbox.take_all()
+
+    def _start(self, work: Work) -> None:
+        task = Task(work.parameters, work.tensors, work.scalars, self._progress(work), work.inputs)
+        running = _Running(work, Fiber(lambda: self._stage.run(task)), time.monotonic())
+        self._running[work.key] = running
+        if work.cancelled.is_set():
+            self._fail(running, CancelledError("cancelled before it was computed"))
+        else:
+            self._go_on(running, running.fiber.start)
+
+    def _step(self) -> None:
+        """Make one call, of one request or of several."""
+        for running in list(self._running.values()):
+            if running.work.cancelled.is_set():
+                self._go_on(running, _raising(running.fiber, CancelledError("cancelled between two steps")))
+        if not self._running:
+            return
+        candidates = [running.candidate() for running in self._running.values()]
+        decision = choose(candidates, self._policy, self.steps.costs, time.monotonic(), len(self._running))
+        self._wait_until = decision.wait_until
+        if decision.keys:
+            self.steps.count(decision)
+            batch = [self._running[key] for key in decision.keys]
+            self.steps.make([running.fiber.call for running in batch if running.fiber.call is not None])
+            self._resume(batch)
+
+    def _resume(self, batch: list[_Running]) -> None:
+        """Let the requests whose calls were answered go on; those of a batch that was too large stay parked."""
+        now = time.monotonic()
+        for running in batch:
+            call = running.fiber.call
+            assert call is not None
+            if call.answered:
+                running.waits_since = now
+                act = _raising(running.fiber, call.error) if call.error else _answering(running.fiber, call.answer)
+                self._go_on(running, act)
+
+    def _go_on(self, running: _Running, act: Callable[[], None]) -> None:
+        """Let a request run until it parks again, or ends."""
         try:
-            output = self._stage.run(Task(work.parameters, work.tensors, work.scalars, self._progress(work)))
+            act()
+            if not running.fiber.ended:
+                return
             made = self._device.mark()  # what went wrong on the device may only show here
         except BaseException as error:  # noqa: BLE001 - whatever a model raises ends its request, never the role
-            code = _code(error)
-            if code not in ("cancelled", "invalid_value"):
-                _log.exception("request %s failed", work.key[0])
-            self._report(ComputeResult(ComputeFailed(work.key, code, _reason(error))))
+            self._fail(running, error)
             return
-        self._hand_on(work, output, made, time.monotonic() - started)
+        del self._running[running.work.key]
+        self._hand_on(running.work, running.fiber.result, made, time.monotonic() - running.started)
+
+    def _fail(self, running: _Running, error: BaseException) -> None:
+        del self._running[running.work.key]
+        code = _code(error)
+        if code not in ("cancelled", "invalid_value"):
+            _log.error("request %s failed", running.work.key[0], exc_info=error)
+        self._report(ComputeResult(ComputeFailed(running.work.key, code, _reason(error))))
 
     def _hand_on(self, work: Work, output: StageOutput, made: torch.Event | None, seconds: float) -> None:
         """Files to the control thread; tensors to the staging thread, and go on with the next request."""
@@ -111,6 +200,14 @@ class ComputeLoop:
             self._report(Progress(request_id=request_id, attempt=attempt, step=step, steps=steps))
 
         return report
+
+
+def _answering(fiber: Fiber, value: Any) -> Callable[[], None]:
+    return lambda: fiber.answer(value)
+
+
+def _raising(fiber: Fiber, error: BaseException) -> Callable[[], None]:
+    return lambda: fiber.throw(error)
 
 
 def _code(error: BaseException) -> FailureCode:

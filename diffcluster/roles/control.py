@@ -14,7 +14,6 @@ import psutil
 
 from diffcluster import codec
 from diffcluster.errors import DiffclusterError, WireError
-from diffcluster.ids import LeaseId
 from diffcluster.messages import (
     Allocate,
     BulkPiece,
@@ -40,9 +39,11 @@ from diffcluster.messages import (
 )  # fmt: skip
 from diffcluster.roles import jobs
 from diffcluster.roles.compute import ComputeLoop, ComputeResult, Work
+from diffcluster.roles.inputs import Inputs
 from diffcluster.roles.jobs import Key
 from diffcluster.roles.machine import RoleMachine
-from diffcluster.roles.rules import MISSED_HEARTBEATS, Leave, check_quarantine, push_ended
+from diffcluster.roles.rules import MISSED_HEARTBEATS, Leave, check_quarantine, load_ended, push_ended
+from diffcluster.roles.windows import Windows
 from diffcluster.transport.control import RoleLink
 from diffcluster.transport.mailbox import Mailbox
 from diffcluster.transport.prefetch import LoadResult, Prefetcher
@@ -75,6 +76,7 @@ class Control:
         self._receive, self._send = receive, send
         self._tensors: dict[Key, dict[str, torch.Tensor]] = {}
         self._cancels: dict[Key, threading.Event] = {}
+        self._inputs = Inputs()
         self._outbox: deque[RoleToRouter] = deque()
         self._held: deque[_Work] = deque()
         # What was said and heard since the last fresh registration: a difference shows that a connection lost some.
@@ -95,7 +97,7 @@ class Control:
     ) -> None:
         """Give it what it works with; before `run`."""
         self._machine, self._compute, self._prefetcher, self._pusher = machine, compute, prefetcher, pusher
-        self._receivers = receivers
+        self._windows = Windows(receivers)
 
     def run(self) -> None:
         """The thread. However it ends, the compute loop ends with it."""
@@ -131,6 +133,7 @@ class Control:
                 for frames in self._link.control():
                     if not self._stopped:
                         self._receive_frames(frames)
+                self._receive_pieces()
                 for item in self.inbox.take_all():
                     self._take(item)
         finally:
@@ -139,7 +142,10 @@ class Control:
     # ------------------------------------------------------------ heartbeats and registration
 
     def _beat(self, now: float) -> None:
-        self._perform(self._machine.step(self._tick(), now))
+        self._perform(self._machine.step(self._windows.tick(self._machine.quarantine), now))
+        self._receive_pieces()  # those that lie in the socket are not late
+        for failed in self._inputs.lost(now, self._heartbeat_s):
+            self._say(failed)
         if self._leave_by is not None and now >= self._leave_by:
             _log.warning("leaving with work unfinished: %s s to drain are over", self._config.drain_s)
             self._stopped = True
@@ -154,11 +160,6 @@ class Control:
         else:
             self._link.send(self._register)
 
-    def _tick(self) -> jobs.Tick:
-        aside = [lease for region, lease in self._machine.quarantine if region == "receive"]
-        known = {lease: self._writers(lease) for lease in aside}
-        return jobs.Tick({lease: writers for lease, writers in known.items() if writers is not None})
-
     def _receive_frames(self, frames: list[bytes]) -> None:
         self._heard = time.monotonic()
         try:
@@ -169,6 +170,18 @@ class Control:
             _log.error("from the router: %s", error)
             return
         self._take_message(message)
+
+    def _receive_pieces(self) -> None:
+        """Take what has arrived of the clients' pictures; what becomes complete by it is computed."""
+        for frames in self._link.bulk():
+            now = time.monotonic()
+            try:
+                complete = self._inputs.frames(frames, now)
+            except WireError as error:
+                _log.error("from the router: %s", error)
+                continue
+            if complete is not None:
+                self._perform(self._machine.step(complete, now))
 
     def _take_message(self, message: RouterToRole) -> None:
         match message:
@@ -216,7 +229,11 @@ class Control:
                     self._pusher.meet(message.peer)
                 case Part():
                     self._pusher.part(message.receiver)
+                case Submit() if not self._inputs.submit(message, time.monotonic()):
+                    continue  # until its pictures are there
                 case _:
+                    if isinstance(message, Cancel):
+                        self._inputs.forget((message.request_id, message.attempt))
                     self._perform(self._machine.step(message, time.monotonic()))
 
     def _give_up(self) -> None:
@@ -224,6 +241,7 @@ class Control:
         self._outbox.clear()
         self._held.clear()
         self._pusher.part_all()
+        self._inputs.clear()
         self._perform(self._machine.reset(time.monotonic()))
 
     def _leave(self) -> None:
@@ -247,12 +265,10 @@ class Control:
             case Progress() | Met():
                 self._say(item)
             case LoadResult():
-                key = (item.ready.request_id, item.ready.attempt)
-                if item.tensors is None:
-                    self._perform(self._machine.step(jobs.LoadFailed(key, item.code, item.error), now))
-                else:
-                    self._tensors[key] = item.tensors
-                    self._perform(self._machine.step(jobs.Loaded(key, item.seconds), now))
+                event = load_ended(item)
+                if item.tensors is not None:
+                    self._tensors[event.key] = item.tensors
+                self._perform(self._machine.step(event, now))
             case PushResult():
                 self._perform(self._machine.step(push_ended(item), now))
             case ComputeResult():
@@ -289,33 +305,18 @@ class Control:
         cancelled = self._cancels[action.key] = threading.Event()
         scalars = action.ready.scalars if isinstance(action.ready, Ready) else {}
         tensors = self._tensors.pop(action.key, {})
-        self._compute.submit(Work(action.key, action.parameters, tensors, scalars, target, cancelled))
+        inputs = self._inputs.take(action.key)
+        self._compute.submit(Work(action.key, action.parameters, tensors, scalars, target, cancelled, inputs))
 
     def _start_push(self, action: jobs.StartPush) -> None:
         assert self._send is not None
         self._pusher.push(action.push, self._send.view(action.offset, action.nbytes))
 
-    def _open_window(self, action: jobs.OpenWindow) -> None:
-        for receiver in self._receivers:
-            receiver.open(action.slot)
-
-    def _seal_window(self, action: jobs.SealWindow) -> None:
-        for receiver in self._receivers:
-            receiver.close(action.slot)
-
     def _close_window(self, action: jobs.CloseWindow) -> None:
-        for receiver in self._receivers:
-            receiver.close(action.slot)
-        fenced = action.settled or self._writers(action.slot.lease) is False
+        self._windows.close(action.slot)
+        fenced = action.settled or self._windows.writers(action.slot.lease) is False
         event = jobs.WindowClosed(action.key, action.slot.lease, fenced)
         self._perform(self._machine.step(event, time.monotonic()))
-
-    def _writers(self, lease: LeaseId) -> bool | None:
-        """Whether somebody may be writing into a slot whose window is closed; None if an engine cannot know."""
-        settled = [receiver.settled(lease) for receiver in self._receivers]
-        if False in settled:
-            return True
-        return None if None in settled else False
 
     def _tell(self, action: jobs.Send) -> None:
         self._say(action.message)
@@ -330,20 +331,18 @@ class Control:
             self._outbox.popleft()
             self._said += 1
 
-    def _cancel(self, action: jobs.CancelCompute) -> None:
-        self._cancels[action.key].set()
-
     def _forget(self, action: jobs.Forget) -> None:
         self._tensors.pop(action.key, None)
+        self._inputs.forget(action.key)
 
     _performers: Final[dict[type, Callable[[Control, Any], None]]] = {
         jobs.Send: _tell,
-        jobs.OpenWindow: _open_window,
+        jobs.OpenWindow: lambda self, action: self._windows.open(action.slot),
         jobs.CloseWindow: _close_window,
-        jobs.SealWindow: _seal_window,
+        jobs.SealWindow: lambda self, action: self._windows.close(action.slot),
         jobs.StartLoad: _start_load,
         jobs.StartCompute: _start_compute,
         jobs.StartPush: _start_push,
-        jobs.CancelCompute: _cancel,
+        jobs.CancelCompute: lambda self, action: self._cancels[action.key].set(),
         jobs.Forget: _forget,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["AcceleratorDevice", "CpuDevice", "Device", "open_device"]
+__all__ = ["AcceleratorDevice", "CpuDevice", "Device", "Stopwatch", "open_device"]
+
+
+class Stopwatch(Protocol):
+    """Started when it is made."""
+
+    def stop(self) -> None:
+        """What is queued from here on is not measured."""
+
+    def seconds(self) -> float | None:
+        """How long the device took; None as long as it is not done."""
 
 
 class Device(Protocol):
@@ -39,6 +50,12 @@ class Device(Protocol):
 
     def mark(self) -> torch.Event | None:
         """What compute has queued so far. For the thread that computes."""
+
+    def stopwatch(self) -> Stopwatch:
+        """Measures what compute queues from now on. For the thread that computes."""
+
+    def free_unused(self) -> None:
+        """Give memory that nothing uses back to the device, after an allocation has failed."""
 
     def copying(self, after: torch.Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Within it, copies go to this instance's stream, behind `after`, and not behind what compute queues later."""
@@ -71,6 +88,13 @@ class CpuDevice:
     def mark(self) -> torch.Event | None:
         """Compute has happened when its call returns."""
         return None
+
+    def stopwatch(self) -> Stopwatch:
+        """The time of calls."""
+        return _Clock()
+
+    def free_unused(self) -> None:
+        """Nothing to do."""
 
     def copying(self, after: torch.Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Nothing to do."""
@@ -116,6 +140,14 @@ class AcceleratorDevice:
         event.record(self._compute)
         return event
 
+    def stopwatch(self) -> Stopwatch:
+        """Two events on the compute stream."""
+        return _Events(self.torch_device, self._compute)
+
+    def free_unused(self) -> None:
+        """Empty the allocator's cache."""
+        torch.accelerator.empty_cache()
+
     @contextlib.contextmanager
     def copying(self, after: torch.Event | None = None) -> Iterator[None]:
         """Switch to the copy stream, joined to compute by `after`."""
@@ -134,6 +166,34 @@ class AcceleratorDevice:
         """Tell the allocator about the second stream."""
         for tensor in tensors:
             tensor.record_stream(self._compute)
+
+
+class _Clock:
+    """Of a device whose work is done when the call returns."""
+
+    def __init__(self) -> None:
+        self._started, self._seconds = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._started
+
+    def seconds(self) -> float | None:
+        return self._seconds
+
+
+class _Events:
+    """Of a device whose work is queued."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._begin, self._end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+        self._begin.record(stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def seconds(self) -> float | None:
+        return self._begin.elapsed_time(self._end) / 1000 if self._end.query() else None
 
 
 def open_device(name: str) -> Device:

@@ -6,8 +6,9 @@
     then:      ... -> PACKING -> STAGED (-Push-> a transfer, -> STAGED) -Release-> gone
     last:      ... -> Done, gone
 
-`step(event, now)` takes a message of the router or a report of a worker thread, and returns what to do. One request
-is computed at a time; the next one is loaded meanwhile; transfers run beside both. Three rules are never broken:
+`step(event, now)` takes a message of the router or a report of a worker thread, and returns what to do. So many
+requests compute side by side; the next one is loaded meanwhile; transfers run beside both. Three rules are never
+broken:
 a request is computed only when the bytes of its output are already reserved; a receive slot is free as soon as its
 tensors are on the device; a slot that someone may still write or read is quarantined, not freed.
 """
@@ -69,7 +70,8 @@ __all__ = ["RoleMachine"]
 class RoleMachine(Starting):
     """All requests of one role. `output_bytes` is the stage's bound; `new_token` draws a slot's capability.
 
-    Without `overlap`, load, compute and push come one after another: to see what it is worth.
+    `concurrency`: how many may compute at one time. Without `overlap`, load, compute and push come one after another:
+    to see what it is worth.
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class RoleMachine(Starting):
         grants: int = 0,
         *,
         overlap: bool = True,
+        concurrency: int = 1,
     ) -> None:
-        super().__init__(receive_bytes, send_bytes, quarantine_s, output_bytes, new_token, grants, overlap=overlap)
+        super().__init__(receive_bytes, send_bytes, quarantine_s, output_bytes, new_token, grants, overlap, concurrency)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit, Allocate: self._on_allocate, Ready: self._on_ready, Push: self._on_push,
             Release: self._on_release, Evict: self._on_evict, Cancel: self._on_cancel,

@@ -12,9 +12,10 @@ from diffcluster.roles import jobs
 
 if TYPE_CHECKING:
     from diffcluster.config import RoleConfig
+    from diffcluster.transport.prefetch import LoadResult
     from diffcluster.transport.push import PushResult
 
-__all__ = ["MISSED_HEARTBEATS", "Leave", "check_quarantine", "new_token", "push_ended"]
+__all__ = ["MISSED_HEARTBEATS", "Leave", "check_quarantine", "load_ended", "new_token", "push_ended"]
 
 MISSED_HEARTBEATS: Final = 3
 """How many make the router a lost one."""
@@ -38,6 +39,14 @@ def check_quarantine(config: RoleConfig, sessions: Sequence[Session], heartbeat_
 def new_token() -> str:
     """An unguessable capability for one slot."""
     return secrets.token_hex(16)
+
+
+def load_ended(result: LoadResult) -> jobs.Loaded | jobs.LoadFailed:
+    """What the machine hears of a load."""
+    key = (result.ready.request_id, result.ready.attempt)
+    if result.tensors is None:
+        return jobs.LoadFailed(key, result.code, result.error)
+    return jobs.Loaded(key, result.seconds)
 
 
 def push_ended(result: PushResult) -> jobs.PushEnded:

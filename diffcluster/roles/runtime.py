@@ -16,17 +16,15 @@ import torch
 from diffcluster.errors import ConfigError
 from diffcluster.ids import Incarnation, InstanceName, Role
 from diffcluster.messages import PROTOCOL_VERSION, EngineKind, Register
+from diffcluster.roles.batching import Policy
 from diffcluster.roles.compute import ComputeLoop
 from diffcluster.roles.control import Control
-from diffcluster.roles.decoder import DecoderStage
-from diffcluster.roles.denoiser import DenoiserStage
 from diffcluster.roles.device import Device, compute_threads, open_device
-from diffcluster.roles.encoder import EncoderStage
 from diffcluster.roles.machine import RoleMachine
-from diffcluster.roles.monolithic import MonolithicStage
-from diffcluster.roles.pipelines import load_adapter
+from diffcluster.roles.pipelines import load
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
 from diffcluster.roles.rules import Leave, new_token
+from diffcluster.roles.stages import STAGES
 from diffcluster.roles.staging import Stager
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.device_arena import DeviceArena
@@ -38,10 +36,7 @@ from diffcluster.transport.prefetch import Prefetcher
 from diffcluster.transport.push import Pusher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from diffcluster.config import RoleConfig
-    from diffcluster.roles.pipelines.base import Adapter
     from diffcluster.roles.stage import Stage
     from diffcluster.tensors import Manifest
 
@@ -49,12 +44,6 @@ __all__ = ["run", "serve"]
 
 ReceiveArena = Arena | DeviceArena
 _log = logging.getLogger(__name__)
-_STAGES: Final[dict[Role, Callable[[Adapter], Stage]]] = {
-    "encoder": EncoderStage,
-    "denoiser": DenoiserStage,
-    "decoder": DecoderStage,
-    "monolithic": MonolithicStage,
-}
 _RECEIVES: Final[frozenset[Role]] = frozenset({"denoiser", "decoder"})
 _SENDS: Final[frozenset[Role]] = frozenset({"encoder", "denoiser"})
 _ENGINES: Final[dict[str, tuple[EngineKind, ...]]] = {
@@ -76,8 +65,8 @@ def run(role: Role, config: RoleConfig) -> int:
     dtype = _dtype(config.dtype, device)
     directory = ModelDirectory(find_model(config.model), config.model_id)
     _log.info("%s of %s on %s in %s", role, directory.path, device.torch_device, str(dtype).removeprefix("torch."))
-    adapter = load_adapter(directory, role, device.torch_device, dtype)
-    return serve(role, config, _STAGES[role](adapter), device, dtype)
+    stage = STAGES[role](load(directory, role, device.torch_device, dtype))
+    return serve(role, config, stage, device, dtype)
 
 
 def serve(role: Role, config: RoleConfig, stage: Stage, device: Device, dtype: torch.dtype) -> int:
@@ -116,7 +105,8 @@ def _run_threads(
 ) -> int:
     control = Control(config, register, receive, send)
     stager = Stager(open_device(config.device), control.inbox.post, checksum=config.checksum)
-    compute = ComputeLoop(stage, device, stager, control.inbox.post)
+    policy = Policy(config.max_batch_size, config.batch_delay_s)
+    compute = ComputeLoop(stage, device, stager, control.inbox.post, policy)
     prefetcher = Prefetcher(_SlotLoader(config.device), control.inbox.post)
     pusher = Pusher(register.host, config.transfer_timeout_s, config.transfer_window, control.inbox.post)
     control.attach(_machine(config, stage, receive, send), compute, prefetcher, pusher, receivers)
@@ -160,6 +150,7 @@ def _machine(config: RoleConfig, stage: Stage, receive: ReceiveArena | None, sen
         new_token,
         config.grants,
         overlap=config.overlap,
+        concurrency=config.max_batch_size,
     )
 
 

@@ -16,7 +16,9 @@ _LOAD_AHEAD: Final = 1
 
 
 class Starting(Granting):
-    """Decides what starts. `output_bytes` is the stage's bound; without `overlap`, one thing comes after another."""
+    """Decides what starts. `output_bytes` is the stage's bound; `concurrency`: how many may compute at one time;
+    without `overlap`, one thing comes after another.
+    """
 
     def __init__(
         self,
@@ -26,33 +28,37 @@ class Starting(Granting):
         output_bytes: Callable[[GenerationParameters], int],
         new_token: Callable[[], str],
         grants: int,
-        *,
         overlap: bool,
+        concurrency: int,
     ) -> None:
         super().__init__(receive_bytes, send_bytes, quarantine_s, grants, new_token)
-        self._output_bytes, self._overlap = output_bytes, overlap
+        self._output_bytes, self._overlap, self._concurrency = output_bytes, overlap, concurrency
 
     def _advance(self) -> None:
-        """Start a computation and a load, if there is one to start and room for it."""
+        """Start computations and a load, if there is something to start and room for it."""
         # In this order: what begins to compute makes room on the device for what is loaded next.
-        if not self._is_busy():
-            self._advance_compute()
-        if self._overlap or not self._is_busy():
+        while self._start_next():
+            continue
+        if self._overlap or not self._others_busy(computing=True):
             self._advance_load()
         self.advance_grants()
 
-    def _is_busy(self) -> bool:
-        """Whether a computation has to wait for another one; without overlap, also for what else is going on."""
-        others = () if self._overlap else ("packing", "loading")
-        return any(
-            job.phase == "computing" or job.phase in others or (job.pushing > 0 and not self._overlap)
-            for job in self.jobs.values()
-        )
+    def _others_busy(self, *, computing: bool) -> bool:
+        """Whether something is going on that, without overlap, has to end first."""
+        phases = ("packing", "loading", "computing") if computing else ("packing", "loading")
+        return any(job.phase in phases or job.pushing > 0 for job in self.jobs.values())
 
-    def _advance_compute(self) -> None:
-        for job in [job for job in self.jobs.values() if job.phase == "loaded"]:
-            if self._start_compute(job):
-                return
+    def _start_next(self) -> bool:
+        """Have the first request compute that may, the most urgent before the others; False if none can start."""
+        if not self._overlap and self._others_busy(computing=False):
+            return False
+        loaded = [job for job in self.jobs.values() if job.phase == "loaded"]
+        return any(self._may_compute(job) and self._start_compute(job) for job in sorted(loaded, key=_urgency))
+
+    def _may_compute(self, job: Job) -> bool:
+        """Only those that are as urgent take part in the count: what is more urgent pushes the others aside."""
+        ahead = sum(other.phase == "computing" and _urgency(other) <= _urgency(job) for other in self.jobs.values())
+        return ahead < self._concurrency
 
     def _advance_load(self) -> None:
         waiting = next((job for job in self.jobs.values() if job.phase == "ready"), None)
@@ -87,3 +93,8 @@ class Starting(Granting):
         job.phase = "computing"
         self.do(StartCompute(job.key, job.parameters, job.ready, span))
         return True
+
+
+def _urgency(job: Job) -> int:
+    """Less is more urgent."""
+    return -job.parameters.priority if job.parameters is not None else 0

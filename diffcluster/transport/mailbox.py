@@ -52,9 +52,9 @@ class Mailbox(Generic[_Item]):
             self._items.clear()
             return items
 
-    def take(self) -> list[_Item]:
-        """Wait for items, and take all of them; for owners that have nothing else to wait for."""
-        select.select([self._event], [], [])
+    def take(self, seconds: float | None = None) -> list[_Item]:
+        """Wait for items, at most for `seconds`, and take all; for owners that have nothing else to wait for."""
+        select.select([self._event], [], [], seconds)
         return self.take_all()
 
     def close(self) -> None:

@@ -59,9 +59,27 @@ class ModelDirectory:
             if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
         }
 
+    def options(self) -> dict[str, Any]:
+        """The pipeline's own settings, which are no components."""
+        return {
+            name: value
+            for name, value in self._index.items()
+            if not name.startswith("_") and not (isinstance(value, list) and len(value) == 2)
+        }
+
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
         """A component's configuration, without loading the component."""
         return self._json(f"{component}/{file}", component)
+
+    def class_of(self, component: str) -> Any:
+        """A component's class; `ModelError` if it is not to be had."""
+        library, name = self.parts().get(component, ("", ""))
+        if library not in _LIBRARIES:
+            raise ModelError(component, f"model_index.json names no class of {' or '.join(_LIBRARIES)} for it")
+        cls = getattr(import_module(library), name, None)
+        if cls is None:
+            raise ModelError(component, f"the installed {library} has no class {name}")
+        return cls
 
     def load(self, component: str, dtype: torch.dtype) -> Any:
         """The component itself, its weights in `dtype`, from safetensors only.
@@ -69,15 +87,11 @@ class ModelDirectory:
         Raises:
             ModelError: it is missing, half there, or of a class that is not to be had.
         """
-        library, name = self.parts().get(component, ("", ""))
-        if library not in _LIBRARIES:
-            raise ModelError(component, f"model_index.json names no class of {' or '.join(_LIBRARIES)} for it")
+        cls = self.class_of(component)
+        library, name = self.parts()[component]
         folder = self.path / component
         if not folder.is_dir():
             raise ModelError(component, f"the folder {folder} is missing")
-        cls = getattr(import_module(library), name, None)
-        if cls is None:
-            raise ModelError(component, f"the installed {library} has no class {name}")
         _log.info("loading %s (%s)", component, name)
         options: dict[str, Any] = {"local_files_only": True}
         if issubclass(cls, torch.nn.Module):

@@ -1,0 +1,161 @@
+"""A role's part of a model: its own components with their weights, shells of those that other roles have.
+
+A shell is a component of the right class and configuration on torch's meta device, without memory. So a pipeline can be
+built whole in every role, and whatever it reads of a component (scale factors, statistics, dtype) is there and right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any, Final
+
+import diffusers
+import torch
+from safetensors import safe_open
+
+from diffcluster.errors import ModelError
+from diffcluster.ids import Role
+from diffcluster.roles.joining import JoinRules
+from diffcluster.roles.meeting import meeting
+from diffcluster.roles.pipelines.borders import leads_out
+from diffcluster.roles.pipelines.directory import ModelDirectory
+from diffcluster.roles.pipelines.families import Family
+
+__all__ = ["Parts", "build", "load_parts", "weight_bytes"]
+
+Parts = dict[str, Any]
+"""Component by name; None for those that only other roles use."""
+
+_DENOISERS: Final = ("unet", "transformer", "transformer_2")
+_DECODERS: Final = ("vae", "safety_checker", "feature_extractor")
+_ENCODES: Final = ("tokenizer", "text_encoder", "image_encoder", "image_processor", "processor")
+_JOINABLE_ENCODERS: Final = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel", "UMT5EncoderModel")
+_IMAGE_TASKS: Final = frozenset({"image_to_image", "inpaint", "edit", "image_to_video"})
+
+
+def load_parts(
+    directory: ModelDirectory, family: Family, role: Role, device: torch.device, dtype: torch.dtype
+) -> tuple[Parts, Parts]:
+    """All components for `role`, and of these the ones that it loaded.
+
+    Raises:
+        ModelError: one is missing, broken, or of a kind that is not known.
+    """
+    parts: Parts = {}
+    owned: Parts = {}
+    for name in directory.parts():
+        if _is_needed(name, role, family):
+            parts[name] = owned[name] = _load(directory, name, role, device, dtype)
+        elif name in _DENOISERS or name == "vae":
+            parts[name] = _shell(directory, name, device, dtype)
+        else:
+            parts[name] = None
+    for name, part in owned.items():
+        _wrap(name, part, family)
+    for name in _DENOISERS:
+        if name in parts and name not in owned:
+            parts[name].forward = leads_out
+    return parts, owned
+
+
+def build(class_name: str, parts: Parts, options: dict[str, Any]) -> Any:
+    """The pipeline of that class with `parts`. `options` are settings of model_index.json.
+
+    Raises:
+        ModelError: the class is not there, or refuses.
+    """
+    cls = getattr(diffusers, class_name, None)
+    if cls is None:
+        raise ModelError("model_index.json", f"the installed diffusers has no {class_name}")
+    parameters = inspect.signature(cls.__init__).parameters
+    taken = {name: parameter for name, parameter in parameters.items() if name != "self"}
+    values = {name: parts.get(name) for name, p in taken.items() if p.default is p.empty or name in parts}
+    values |= {name: value for name, value in options.items() if name in taken}
+    if "requires_safety_checker" in taken and values.get("safety_checker") is None:
+        values["requires_safety_checker"] = False
+    try:
+        pipeline = cls(**values)
+    except Exception as error:  # diffusers raises whatever it meets
+        raise ModelError("model_index.json", f"the pipeline cannot be built: {error}") from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def weight_bytes(part: Any) -> int:
+    """Bytes of the parameters and buffers of a component; 0 for one without weights."""
+    if not isinstance(part, torch.nn.Module):
+        return 0
+    return sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers()) if not tensor.is_meta)
+
+
+def _is_needed(name: str, role: Role, family: Family) -> bool:
+    if role == "monolithic" or name == "scheduler":
+        return True
+    if name in _DENOISERS:
+        return role == "denoiser"
+    if name == "vae" and role == "encoder":
+        return not _IMAGE_TASKS.isdisjoint(family.pipelines)
+    if name in _DECODERS:
+        return role == "decoder"
+    if name.startswith(_ENCODES):
+        return role == "encoder"
+    raise ModelError(name, f"no role of {family.name} is known to use such a component")
+
+
+def _load(directory: ModelDirectory, name: str, role: Role, device: torch.device, dtype: torch.dtype) -> Any:
+    if name == "vae" and dtype == torch.float16 and directory.config(name).get("force_upcast"):
+        dtype = torch.float32  # as the pipelines do around each decode
+    part = directory.load(name, dtype)
+    if not isinstance(part, torch.nn.Module):
+        return part
+    part = part.to(device)
+    if name == "vae" and role in ("encoder", "decoder"):  # each has but one half of it to run
+        getattr(part, "decoder" if role == "encoder" else "encoder").to("meta")
+        _say_device(part, device)
+    return part
+
+
+def _shell(directory: ModelDirectory, name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    cls = directory.class_of(name)
+    try:
+        with torch.device("meta"):
+            shell = cls.from_config(directory.config(name)).eval().to(dtype)
+    except Exception as error:  # whatever a class makes of a configuration that is not its own
+        raise ModelError(name, f"its configuration does not fit {cls.__name__}: {error}") from error
+    _say_device(shell, device)
+    _fill_buffers(shell, directory, name, device, dtype)
+    return shell
+
+
+def _say_device(part: Any, device: torch.device) -> None:
+    """Pipelines ask their components where they compute; what lies on the meta device would say so."""
+    cls = type(part)
+    part.__class__ = type(cls.__name__, (cls,), {"device": property(lambda _: device)})
+
+
+def _fill_buffers(shell: Any, directory: ModelDirectory, name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Statistics of latents and the like are few, and pipelines compute with them."""
+    buffers = dict(shell.named_buffers())
+    for path in sorted((directory.path / name).glob("*.safetensors")) if buffers else ():
+        with safe_open(str(path), framework="pt") as file:
+            for key in buffers.keys() & set(file.keys()):
+                tensor = file.get_tensor(key)
+                owner = shell.get_submodule(key.rpartition(".")[0])
+                owner.register_buffer(
+                    key.rpartition(".")[2], tensor.to(device, dtype if tensor.is_floating_point() else None)
+                )
+
+
+def _wrap(name: str, part: Any, family: Family) -> None:
+    """Let calls of different requests meet at `part`."""
+    if name in _DENOISERS:
+        names = tuple(inspect.signature(part.forward).parameters)
+        part.forward = meeting(name, part.forward, replace(family.rules, names=names))
+    elif name == "vae":
+        part.encode = meeting("vae.encode", part.encode, JoinRules(alone="it returns a distribution"))
+        part.decode = meeting("vae.decode", part.decode, JoinRules())
+    elif isinstance(part, torch.nn.Module):
+        why = "" if type(part).__name__ in _JOINABLE_ENCODERS else "not known to be joinable"
+        names = tuple(inspect.signature(part.forward).parameters)
+        part.forward = meeting(name, part.forward, JoinRules(names, alone=why))

@@ -1,0 +1,94 @@
+"""Makes calls: several as one, or each alone; and learns what they cost."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from diffcluster.roles.batching import Decision
+from diffcluster.roles.costs import CostModel
+from diffcluster.roles.joining import Call, join, split
+
+if TYPE_CHECKING:
+    from diffcluster.roles.device import Device, Stopwatch
+
+__all__ = ["OUT_OF_MEMORY", "StepMaker"]
+
+OUT_OF_MEMORY: Final = (MemoryError, torch.OutOfMemoryError)
+_log = logging.getLogger(__name__)
+
+
+class StepMaker:
+    """Answers calls, and counts. Of the thread that computes; `totals` may be read by any."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._timed: list[tuple[Call, int, Stopwatch]] = []
+        self.costs = CostModel()
+        self.totals: Counter[str] = Counter()
+        """Calls made (`calls`), requests in them (`requests`), and decisions by reason (`reason:...`)."""
+
+    def count(self, decision: Decision) -> None:
+        """Keep account of a decision."""
+        self.totals.update(f"reason:{reason}" for reason in decision.reasons)
+
+    def make(self, calls: Sequence[Call]) -> None:
+        """Answer `calls`, which have one signature, together. If they are too large as one, none is answered."""
+        self._learn()
+        self.totals["calls"] += 1
+        self.totals["requests"] += len(calls)
+        if len(calls) == 1:
+            self._make_alone(calls[0])
+            return
+        samples = sum(call.samples for call in calls)
+        try:
+            args, kwargs = join(calls)
+            watch = self._device.stopwatch()
+            output = calls[0].function(*args, **kwargs)
+            watch.stop()
+            answers = split(output, [call.samples for call in calls])
+        except OUT_OF_MEMORY as error:
+            _log.warning("%d samples at once are too many for %s: %s", samples, calls[0].module, error)
+            self.costs.too_large(calls[0].signature, samples)
+            self._device.free_unused()
+        except BaseException as error:  # noqa: BLE001 - whose it is shows when each is made alone
+            self._make_each(calls, error)
+        else:
+            self._timed.append((calls[0], samples, watch))
+            for call, answer in zip(calls, answers, strict=True):
+                call.set_answer(answer)
+
+    def _make_each(self, calls: Sequence[Call], error: BaseException) -> None:
+        _log.warning("%d calls of %s failed as one, each is made alone", len(calls), calls[0].module, exc_info=error)
+        for call in calls:
+            self._make_alone(call)
+        if not any(call.error for call in calls):  # none fails by itself: it is the joining that does not work
+            self.costs.too_large(calls[0].signature, calls[0].samples + 1)
+
+    def _make_alone(self, call: Call) -> None:
+        try:
+            watch = self._device.stopwatch()
+            answer = call.function(*call.args, **call.kwargs)
+            watch.stop()
+        except BaseException as error:  # noqa: BLE001 - it is raised in the request that made the call
+            if isinstance(error, OUT_OF_MEMORY):
+                self._device.free_unused()
+            call.set_error(error)
+        else:
+            self._timed.append((call, call.samples, watch))
+            call.set_answer(answer)
+
+    def _learn(self) -> None:
+        """Take the times of calls that the device has finished by now."""
+        waiting = []
+        for call, samples, watch in self._timed:
+            seconds = watch.seconds()
+            if seconds is None:
+                waiting.append((call, samples, watch))
+            else:
+                self.costs.observe(call.signature, samples, seconds)
+        self._timed = waiting
