@@ -67,6 +67,9 @@ class SyntheticStage:
         del parameters
         return self._tensor.nbytes
 
+    def warm_up(self, *, small: bool) -> None:
+        """There is nothing to warm."""
+
     def run(self, task: Task) -> Output:
         """Take the time."""
         until = time.monotonic() + self._seconds

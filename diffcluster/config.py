@@ -145,6 +145,36 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             le=1000,
         ),
     ] = 8
+    warm_up: Annotated[
+        Literal["auto", "full", "small", "off"],
+        _doc(
+            "What a role computes before it takes requests: blank ones at the model's own size, alone and joined "
+            "(`full`), or one small one. `auto`: full on an accelerator, small on a CPU."
+        ),
+    ] = "auto"
+    compile: Annotated[
+        Literal["", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+        _doc("Compile the denoiser by `torch.compile` in this mode, at the warm-up; compiled code is kept on disk."),
+    ] = ""
+    attention_backend: Annotated[str, _doc("Attention of the denoiser, by diffusers' name, such as `flash`.")] = ""
+    quantization: Annotated[
+        str,
+        _doc(
+            "How weights are quantized when they are loaded: a backend of diffusers and its arguments as JSON, such as "
+            '`bitsandbytes_4bit {"load_in_4bit": true}`; `components` among them names others than the denoiser.'
+        ),
+    ] = ""
+    offload: Annotated[
+        Literal["", "block_level", "leaf_level"],
+        _doc("Keep weights in host memory, and bring them to the accelerator group by group."),
+    ] = ""
+    step_cache: Annotated[
+        str,
+        _doc(
+            "Reuse what changes little from step to step: a cache configuration of diffusers and its arguments as "
+            'JSON, such as `FirstBlockCacheConfig {"threshold": 0.1}`. Requests then compute one after another.'
+        ),
+    ] = ""
     batch_delay_s: Annotated[
         float, _doc("Seconds that a request's first step may wait for others to join. Seldom needed.", ge=0, le=60)
     ] = 0.0

@@ -101,6 +101,9 @@ class RoleHeartbeat(_Message, frozen=True):
     """Slots that were leased ahead and are not used yet."""
     said: Count = 0
     cut: bool = False
+    computed: Annotated[dict[str, Count], Meta(max_length=256)] = {}
+    """Since it started: module calls made (`calls`), requests in them (`requests`), and why no more requests were in
+    them (`reason:...`, see `roles/batching.py`)."""
 
 
 class Staged(_OfRequest, frozen=True):

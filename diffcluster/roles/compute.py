@@ -101,6 +101,28 @@ class ComputeLoop:
         if not self._inbox.post(work) and work is not None:
             self._report(ComputeResult(ComputeFailed(work.key, "worker_error", "too much work is waiting")))
 
+    def warm_up(self, *, small: bool) -> None:
+        """Run blank requests before the first real one, so that none waits for compilation; raises what they raise.
+
+        At the model's own size also so many side by side as may be later: what they cost, and how many fit, is learnt.
+        """
+        with torch.inference_mode():
+            for size in range(1, 2 if small else self._policy.max_size + 1):
+                if size & (size - 1) == 0:
+                    self._run_blank(size, small=small)
+        self.steps.forget_counts()
+
+    def _run_blank(self, size: int, *, small: bool) -> None:
+        fibers = [Fiber(lambda: self._stage.warm_up(small=small)) for _ in range(size)]
+        for fiber in fibers:
+            fiber.start()
+        while parked := [fiber for fiber in fibers if fiber.call is not None]:
+            calls = self.steps.fitting([fiber.call for fiber in parked if fiber.call is not None])
+            self.steps.make(calls)
+            for fiber, call in zip(parked, calls, strict=False):
+                if call.answered:
+                    (_raising(fiber, call.error) if call.error else _answering(fiber, call.answer))()
+
     def run(self) -> None:
         """Compute until told to end."""
         with torch.inference_mode():

@@ -156,7 +156,8 @@ class Control:
             self._stopped = True  # there is nobody to finish anything for
         if self._registered:
             beat = self._machine.heartbeat(self._process.memory_info().rss)
-            self._link.send(msgspec.structs.replace(beat, said=self._said, cut=self._cut))
+            computed = dict(self._compute.steps.totals)
+            self._link.send(msgspec.structs.replace(beat, said=self._said, cut=self._cut, computed=computed))
         else:
             self._link.send(self._register)
 

@@ -8,12 +8,13 @@ import os
 import signal
 import socket
 import threading
+import time
 import uuid
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from diffcluster.errors import ConfigError
+from diffcluster.errors import ConfigError, ModelError
 from diffcluster.ids import Incarnation, InstanceName, Role
 from diffcluster.messages import PROTOCOL_VERSION, EngineKind, Register
 from diffcluster.roles.batching import Policy
@@ -21,8 +22,9 @@ from diffcluster.roles.compute import ComputeLoop
 from diffcluster.roles.control import Control
 from diffcluster.roles.device import Device, compute_threads, open_device
 from diffcluster.roles.machine import RoleMachine
-from diffcluster.roles.pipelines import load
+from diffcluster.roles.pipelines import Target, load
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
+from diffcluster.roles.pipelines.tuning import keep_compiled
 from diffcluster.roles.rules import Leave, new_token
 from diffcluster.roles.stages import STAGES
 from diffcluster.roles.staging import Stager
@@ -61,11 +63,12 @@ def run(role: Role, config: RoleConfig) -> int:
         ConfigError, ModelError, AddressInUseError: it could not start.
     """
     torch.set_num_threads(compute_threads(config.threads))
+    keep_compiled(config)
     device = open_device(config.device)
     dtype = _dtype(config.dtype, device)
     directory = ModelDirectory(find_model(config.model), config.model_id)
     _log.info("%s of %s on %s in %s", role, directory.path, device.torch_device, str(dtype).removeprefix("torch."))
-    stage = STAGES[role](load(directory, role, device.torch_device, dtype))
+    stage = STAGES[role](load(directory, Target(role, device.torch_device, dtype, config)))
     return serve(role, config, stage, device, dtype)
 
 
@@ -109,6 +112,7 @@ def _run_threads(
     compute = ComputeLoop(stage, device, stager, control.inbox.post, policy)
     prefetcher = Prefetcher(_SlotLoader(config.device), control.inbox.post)
     pusher = Pusher(register.host, config.transfer_timeout_s, config.transfer_window, control.inbox.post)
+    _warm_up(compute, config, device)
     control.attach(_machine(config, stage, receive, send), compute, prefetcher, pusher, receivers)
     thread = threading.Thread(target=control.run, name="control")
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -131,6 +135,19 @@ def _run_threads(
         return 1
     _log.info("%s has left", register.name)
     return 0
+
+
+def _warm_up(compute: ComputeLoop, config: RoleConfig, device: Device) -> None:
+    """Before the role registers: what takes long the first time is not to be a user's time-out."""
+    if config.warm_up == "off":
+        return
+    small = config.warm_up == "small" or (config.warm_up == "auto" and device.torch_device.type == "cpu")
+    started = time.monotonic()
+    try:
+        compute.warm_up(small=small)
+    except Exception as error:
+        raise ModelError("", f"the first computation failed: {type(error).__name__}: {str(error)[:1000]}") from error
+    _log.info("warmed up in %.2f s (%s)", time.monotonic() - started, "small" if small else "full size")
 
 
 def _receive_arena(config: RoleConfig, device: Device) -> ReceiveArena:

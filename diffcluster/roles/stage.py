@@ -49,6 +49,9 @@ class Stage(Protocol):
     def output_bytes(self, parameters: GenerationParameters) -> int:
         """Upper bound of what `run` hands to the next stage; 0 for a last stage. Reserved before it computes."""
 
+    def warm_up(self, *, small: bool) -> None:
+        """Do once, with blank input, what `run` does: at the model's own size, or a small one. It need do nothing."""
+
     def run(self, task: Task) -> Output:
         """Compute.
 

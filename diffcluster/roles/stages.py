@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
+from diffcluster.ids import Role
 from diffcluster.roles import media
 from diffcluster.roles.stage import Output, Stage, Task
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from diffcluster.ids import Role
     from diffcluster.messages import GenerationParameters
     from diffcluster.roles.pipelines import PipelineAdapter
 
@@ -22,13 +22,21 @@ __all__ = ["STAGES", "DecoderStage", "DenoiserStage", "EncoderStage", "Monolithi
 class _OfModel:
     """What all stages of a model have in common."""
 
+    role: ClassVar[Role]
+
     def __init__(self, adapter: PipelineAdapter) -> None:
         self._adapter = adapter
         self.facts, self.components = adapter.facts, adapter.components
 
+    def warm_up(self, *, small: bool) -> None:
+        """With blank input."""
+        self._adapter.warm_up(self.role, small=small)
+
 
 class EncoderStage(_OfModel):
     """Prompts to prompt embeds, pictures to latents: the first stage of the usual route."""
+
+    role = "encoder"
 
     def output_bytes(self, parameters: GenerationParameters) -> int:
         """Size of the embeds."""
@@ -42,6 +50,8 @@ class EncoderStage(_OfModel):
 
 class DenoiserStage(_OfModel):
     """Embeds to latents, step by step; `task.progress` may end it between two steps."""
+
+    role = "denoiser"
 
     def output_bytes(self, parameters: GenerationParameters) -> int:
         """Size of the latents."""
@@ -70,6 +80,8 @@ class _Last(_OfModel):
 class DecoderStage(_Last):
     """Latents to picture and video files."""
 
+    role = "decoder"
+
     def run(self, task: Task) -> Output:
         """Decode, and encode as a file."""
         return self._files(self._adapter.decode(task), task.parameters)
@@ -78,14 +90,13 @@ class DecoderStage(_Last):
 class MonolithicStage(_Last):
     """A route of one: all three stages in one process, behind the same API. The baseline, and a choice."""
 
+    role = "monolithic"
+
     def run(self, task: Task) -> Output:
         """Encode, denoise, decode."""
         return self._files(self._adapter.generate(task), task.parameters)
 
 
 STAGES: Final[dict[Role, Callable[[PipelineAdapter], Stage]]] = {
-    "encoder": EncoderStage,
-    "denoiser": DenoiserStage,
-    "decoder": DecoderStage,
-    "monolithic": MonolithicStage,
+    stage.role: stage for stage in (EncoderStage, DenoiserStage, DecoderStage, MonolithicStage)
 }

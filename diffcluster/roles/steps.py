@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -19,28 +19,48 @@ if TYPE_CHECKING:
 __all__ = ["OUT_OF_MEMORY", "StepMaker"]
 
 OUT_OF_MEMORY: Final = (MemoryError, torch.OutOfMemoryError)
+_MAX_REASONS: Final = 100
 _log = logging.getLogger(__name__)
 
 
 class StepMaker:
-    """Answers calls, and counts. Of the thread that computes; `totals` may be read by any."""
+    """Answers calls, and counts. Of the thread that computes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._timed: list[tuple[Call, int, Stopwatch]] = []
         self.costs = CostModel()
-        self.totals: Counter[str] = Counter()
-        """Calls made (`calls`), requests in them (`requests`), and decisions by reason (`reason:...`)."""
+        self._totals: Counter[str] = Counter()
+        self.totals: Mapping[str, int] = {}
+        """Calls made (`calls`), requests in them (`requests`), and decisions by reason (`reason:...`). Replaced, never
+        changed: any thread may read it."""
 
     def count(self, decision: Decision) -> None:
         """Keep account of a decision."""
-        self.totals.update(f"reason:{reason}" for reason in decision.reasons)
+        for reason in decision.reasons:
+            known = f"reason:{reason}" in self._totals or len(self._totals) < _MAX_REASONS
+            self._totals[f"reason:{reason}" if known else "reason:other"] += 1
+
+    def forget_counts(self) -> None:
+        """Start counting anew; what was learnt of costs stays."""
+        self._totals.clear()
+        self.totals = {}
+
+    def fitting(self, calls: Sequence[Call]) -> list[Call]:
+        """The first of `calls`, and those after it that can be made with it."""
+        signature, samples = calls[0].signature, calls[0].samples
+        for count, call in enumerate(calls[1:], start=1):
+            samples += call.samples
+            if signature.alone or call.signature != signature or not self.costs.fits(signature, samples):
+                return list(calls[:count])
+        return list(calls)
 
     def make(self, calls: Sequence[Call]) -> None:
         """Answer `calls`, which have one signature, together. If they are too large as one, none is answered."""
         self._learn()
-        self.totals["calls"] += 1
-        self.totals["requests"] += len(calls)
+        self._totals["calls"] += 1
+        self._totals["requests"] += len(calls)
+        self.totals = dict(self._totals)
         if len(calls) == 1:
             self._make_alone(calls[0])
             return

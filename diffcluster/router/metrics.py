@@ -29,6 +29,7 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from _requests(self._snapshot)
         yield from _instances(self._snapshot)
+        yield from _batches(self._snapshot)
         yield from _transfers(self._snapshot)
         build = GaugeMetricFamily("diffcluster_build_info", "Version of the router.", labels=["version"])
         build.add_metric([__version__], 1)
@@ -107,6 +108,25 @@ def _instances(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter(
         "diffcluster_bad_frames", "Frames on the control or bulk port that are no messages of ours.", [], bad
     )
+
+
+def _batches(snapshot: Snapshot) -> Iterator[Metric]:
+    """How well requests compute together, counted by the instances."""
+    beats = [(i, i.heartbeat.computed) for i in snapshot.instances.values() if i.heartbeat is not None]
+    labels = ["role", "instance"]
+    calls = [((i.role, i.name), float(computed.get("calls", 0))) for i, computed in beats]
+    yield _counter("diffcluster_module_calls", "Calls of the model's modules.", labels, calls)
+    requests = [((i.role, i.name), float(computed.get("requests", 0))) for i, computed in beats]
+    text = "Requests in those calls: divided by the calls, how many compute together."
+    yield _counter("diffcluster_module_call_requests", text, labels, requests)
+    reasons = [
+        ((i.role, i.name, key.removeprefix("reason:")), float(count))
+        for i, computed in beats
+        for key, count in computed.items()
+        if key.startswith("reason:")
+    ]
+    text = "Why no more requests were in a call, by reason."
+    yield _counter("diffcluster_batch_decisions", text, [*labels, "reason"], reasons)
 
 
 def _transfers(snapshot: Snapshot) -> Iterator[Metric]:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from diffcluster.roles.pipelines.adapter import PipelineAdapter, load
+from diffcluster.roles.pipelines.loading import Target
 
-__all__ = ["PipelineAdapter", "load"]
+__all__ = ["PipelineAdapter", "Target", "load"]

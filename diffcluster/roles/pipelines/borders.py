@@ -40,8 +40,9 @@ class Tape:
         """`name` returned `value`."""
         self.calls.append([name, value])
 
-    def play(self, name: str) -> Any:
-        """What the next call, which must be one of `name`, returned."""
+    def play(self, name: str, *args: Any) -> Any:
+        """What the next call, which must be one of `name`, returned for `args`."""
+        del args
         if self._next >= len(self.calls) or self.calls[self._next][0] != name:
             raise WorkerFailedError(f"the encoder handed over no result of {name} here: is its model another one?")
         value = self.calls[self._next][1]
@@ -113,8 +114,8 @@ def _playing_latents(tape: Tape) -> Callable[..., Any]:
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
     from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-    def encode(*_: Any, return_dict: bool = True, **__: Any) -> Any:
-        value = tape.play("vae.encode")
+    def encode(*args: Any, return_dict: bool = True, **_: Any) -> Any:
+        value = tape.play("vae.encode", *args)
         if "latents" in value:
             return AutoencoderTinyOutput(latents=value["latents"]) if return_dict else (value["latents"],)
         distribution = DiagonalGaussianDistribution(value["parameters"], deterministic=value["deterministic"])

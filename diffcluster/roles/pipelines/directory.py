@@ -81,8 +81,8 @@ class ModelDirectory:
             raise ModelError(component, f"the installed {library} has no class {name}")
         return cls
 
-    def load(self, component: str, dtype: torch.dtype) -> Any:
-        """The component itself, its weights in `dtype`, from safetensors only.
+    def load(self, component: str, dtype: torch.dtype, quantized: Any = None) -> Any:
+        """The component itself, its weights in `dtype` or `quantized`, from safetensors only.
 
         Raises:
             ModelError: it is missing, half there, or of a class that is not to be had.
@@ -97,6 +97,8 @@ class ModelDirectory:
         if issubclass(cls, torch.nn.Module):
             # Only with an explicit dtype do both libraries load in the same one.
             options |= {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
+        if quantized is not None:
+            options["quantization_config"] = quantized
         try:
             loaded = cls.from_pretrained(str(folder), **options)
         except Exception as error:  # the libraries raise whatever their parsers do

@@ -9,10 +9,10 @@ import torch
 
 from diffcluster.messages import GenerationParameters, ModelFacts, VideoFacts
 from diffcluster.roles.pipelines.directory import ModelDirectory
-from diffcluster.roles.pipelines.families import Family
+from diffcluster.roles.pipelines.families import Family, latent_channels, spatial_scale, temporal_scale
 from diffcluster.tensors import aligned
 
-__all__ = ["latent_bytes", "model_facts", "spatial_scale", "temporal_scale"]
+__all__ = ["latent_bytes", "model_facts"]
 
 _MAX_PIXELS: Final = 2048 * 2048
 _DEFAULT_SIDE: Final = 1024
@@ -48,30 +48,13 @@ def model_facts(directory: ModelDirectory, family: Family, pipelines: dict[Any, 
         strength=_strength(pipelines),
         max_input_images=_MAX_EDITED if family.name.startswith("Flux.2") else 1,
         schedulers=_schedulers(pipeline.scheduler),
-        video=_video_facts(pipeline, family, defaults) if family.media == "video" else None,
+        video=_video_facts(pipeline, family, defaults) if family.fps else None,
     )
-
-
-def spatial_scale(pipeline: Any) -> int:
-    """Pixels of a side of one latent."""
-    for name in ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio"):
-        if hasattr(pipeline, name):
-            return int(getattr(pipeline, name))
-    raise AttributeError("the pipeline does not say its scale")
-
-
-def temporal_scale(pipeline: Any) -> int:
-    """Frames of one latent; 1 for pictures."""
-    for name in ("vae_scale_factor_temporal", "vae_temporal_compression_ratio"):
-        if hasattr(pipeline, name):
-            return int(getattr(pipeline, name))
-    return 1
 
 
 def latent_bytes(pipeline: Any, parameters: GenerationParameters) -> int:
     """Upper bound of the latents of one sample, as the autoencoder takes them, in float32."""
-    config = pipeline.vae.config
-    channels = int(config.get("latent_channels") or config.get("z_dim") or 4)
+    channels = latent_channels(pipeline)
     scale, frames = spatial_scale(pipeline), (parameters.num_frames - 1) // temporal_scale(pipeline) + 1
     # Some pipelines pad the frames to whole patches.
     cells = -(-parameters.height // scale) * -(-parameters.width // scale) * (frames + 1 if frames > 1 else 1)
@@ -80,18 +63,18 @@ def latent_bytes(pipeline: Any, parameters: GenerationParameters) -> int:
 
 def _default_size(pipeline: Any, multiple: int, defaults: Any) -> tuple[int, int]:
     """(width, height): of the signature, of the denoiser's configuration, of the pipeline."""
-    given = [defaults[name].default if name in defaults else None for name in ("width", "height")]
-    if all(isinstance(side, int) for side in given):
+    given = [defaults[name].default for name in ("width", "height") if name in defaults]
+    if len(given) == 2 and all(isinstance(side, int) for side in given):
         return _up(given[0], multiple), _up(given[1], multiple)
-    denoiser, scale = getattr(pipeline, "unet", None) or pipeline.transformer, spatial_scale(pipeline)
-    rows = columns = denoiser.config.get("sample_size") or getattr(pipeline, "default_sample_size", None)
-    if denoiser.config.get("sample_height"):
-        rows, columns = denoiser.config.sample_height, denoiser.config.sample_width
-    elif isinstance(rows, (list, tuple)):
-        rows, columns = rows
-    if not rows:
+    config = (getattr(pipeline, "unet", None) or pipeline.transformer).config
+    sample = config.get("sample_size") or getattr(pipeline, "default_sample_size", None)
+    if config.get("sample_height"):
+        sample = (config["sample_height"], config["sample_width"])
+    if sample is None:
         return _DEFAULT_SIDE, _DEFAULT_SIDE
-    return _up(columns * scale, multiple), _up(rows * scale, multiple)
+    rows, columns = sample if isinstance(sample, (list, tuple)) else (sample, sample)
+    scale = spatial_scale(pipeline)
+    return _up(int(columns) * scale, multiple), _up(int(rows) * scale, multiple)
 
 
 def _up(side: int, multiple: int) -> int:

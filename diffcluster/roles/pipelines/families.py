@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from diffcluster.messages import ExtraArgument, TaskKind
 from diffcluster.roles.joining import JoinRules
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_of", "latent_channels", "spatial_scale", "temporal_scale"]
 
 
 @dataclass(frozen=True)
 class Family:
     """`pipelines`: class of each task. `rules`: how its denoiser's calls may be joined. `guidance`: the argument that
     takes `guidance_scale`. `multiple`: what sides are a multiple of, by the pipeline. `fixed`: arguments that are
-    always given. `picture`: the picture in what the autoencoder decodes.
+    always given. `temporal`: latents have a dimension of time, even those of pictures. `fps`: of videos; 0
+    if it makes pictures.
     """
 
     name: str
@@ -29,32 +30,54 @@ class Family:
     guidance: str = "guidance_scale"
     extras: tuple[ExtraArgument, ...] = ()
     fixed: dict[str, Any] = field(default_factory=dict)
-    media: Literal["image", "video"] = "image"
-    picture: Callable[[Any], Any] = lambda decoded: decoded
-    fps: int = 1
+    temporal: bool = False
+    fps: int = 0
 
 
-def _scale(pipeline: Any) -> int:
-    return int(pipeline.vae_scale_factor)
+def spatial_scale(pipeline: Any) -> int:
+    """Pixels of a side of one latent."""
+    for name in ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio"):
+        if hasattr(pipeline, name):
+            return int(getattr(pipeline, name))
+    raise AttributeError("the pipeline does not say its scale")
+
+
+def temporal_scale(pipeline: Any) -> int:
+    """Frames of one latent; 1 for pictures."""
+    for name in ("vae_scale_factor_temporal", "vae_temporal_compression_ratio"):
+        if hasattr(pipeline, name):
+            return int(getattr(pipeline, name))
+    return 1
+
+
+def latent_channels(pipeline: Any) -> int:
+    """Channels of the latents that the autoencoder takes."""
+    config = pipeline.vae.config
+    return int(config.get("latent_channels") or config["z_dim"])
 
 
 def _twice_scale(pipeline: Any) -> int:
-    return 2 * int(pipeline.vae_scale_factor)
+    return 2 * spatial_scale(pipeline)
 
 
 def _patched(pipeline: Any) -> int:
     patch = pipeline.transformer.config.patch_size
     spatial = patch[1] if isinstance(patch, (tuple, list)) else patch
-    scale = getattr(pipeline, "vae_scale_factor", None) or getattr(pipeline, "vae_scale_factor_spatial", 8)
-    return int(scale) * int(spatial)
+    return spatial_scale(pipeline) * int(spatial)
 
 
 def _ltx(pipeline: Any) -> int:
-    return int(pipeline.vae_spatial_compression_ratio) * int(pipeline.transformer_spatial_patch_size)
+    return spatial_scale(pipeline) * int(pipeline.transformer_spatial_patch_size)
 
 
-def _first_frame(decoded: Any) -> Any:
-    return decoded[:, :, 0]
+def _video(
+    name: str,
+    pipelines: dict[TaskKind, str],
+    multiple: Callable[[Any], int],
+    fps: int,
+    extras: tuple[ExtraArgument, ...] = (),
+) -> Family:
+    return Family(name, pipelines, _POSITIONS, multiple, extras=extras, temporal=True, fps=fps)
 
 
 _UNET = JoinRules()
@@ -75,7 +98,7 @@ FAMILIES: Final = (
             "inpaint": "StableDiffusionInpaintPipeline",
         },
         _UNET,
-        _scale,
+        spatial_scale,
         extras=(_ETA, _GUIDANCE_RESCALE),
     ),
     Family(
@@ -86,7 +109,7 @@ FAMILIES: Final = (
             "inpaint": "StableDiffusionXLInpaintPipeline",
         },
         _UNET,
-        _scale,
+        spatial_scale,
         extras=(_ETA, _GUIDANCE_RESCALE),
     ),
     Family(
@@ -123,7 +146,7 @@ FAMILIES: Final = (
         _QWEN,
         _twice_scale,
         guidance="true_cfg_scale",
-        picture=_first_frame,
+        temporal=True,
     ),
     Family(
         "Qwen-Image-Edit",
@@ -131,7 +154,7 @@ FAMILIES: Final = (
         _QWEN,
         _twice_scale,
         guidance="true_cfg_scale",
-        picture=_first_frame,
+        temporal=True,
     ),
     Family(
         "Z-Image",
@@ -153,21 +176,17 @@ FAMILIES: Final = (
         _patched,
         fixed={"use_resolution_binning": False},
     ),
-    Family("Wan", {"text_to_video": "WanPipeline"}, _POSITIONS, _patched, media="video", fps=16),
-    Family(
-        "Wan image to video", {"image_to_video": "WanImageToVideoPipeline"}, _POSITIONS, _patched, media="video", fps=16
-    ),
-    Family(
+    _video("Wan", {"text_to_video": "WanPipeline"}, _patched, 16),
+    _video("Wan image to video", {"image_to_video": "WanImageToVideoPipeline"}, _patched, 16),
+    _video(
         "LTX-Video",
         {"text_to_video": "LTXPipeline", "image_to_video": "LTXImageToVideoPipeline"},
-        _POSITIONS,
         _ltx,
+        25,
         extras=(_GUIDANCE_RESCALE,),
-        media="video",
-        fps=25,
     ),
-    Family("HunyuanVideo", {"text_to_video": "HunyuanVideoPipeline"}, _POSITIONS, _patched, media="video", fps=24),
-    Family("CogVideoX", {"text_to_video": "CogVideoXPipeline"}, _POSITIONS, _patched, media="video", fps=8),
+    _video("HunyuanVideo", {"text_to_video": "HunyuanVideoPipeline"}, _patched, 24),
+    _video("CogVideoX", {"text_to_video": "CogVideoXPipeline"}, _patched, 8),
 )
 
 

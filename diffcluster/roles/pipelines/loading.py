@@ -7,13 +7,14 @@ built whole in every role, and whatever it reads of a component (scale factors, 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import diffusers
 import torch
 from safetensors import safe_open
 
+from diffcluster.config import RoleConfig
 from diffcluster.errors import ModelError
 from diffcluster.ids import Role
 from diffcluster.roles.joining import JoinRules
@@ -21,8 +22,9 @@ from diffcluster.roles.meeting import meeting
 from diffcluster.roles.pipelines.borders import leads_out
 from diffcluster.roles.pipelines.directory import ModelDirectory
 from diffcluster.roles.pipelines.families import Family
+from diffcluster.roles.pipelines.tuning import quantization, tune
 
-__all__ = ["Parts", "build", "load_parts", "weight_bytes"]
+__all__ = ["Parts", "Target", "build", "load_parts", "weight_bytes"]
 
 Parts = dict[str, Any]
 """Component by name; None for those that only other roles use."""
@@ -34,25 +36,37 @@ _JOINABLE_ENCODERS: Final = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5
 _IMAGE_TASKS: Final = frozenset({"image_to_image", "inpaint", "edit", "image_to_video"})
 
 
-def load_parts(
-    directory: ModelDirectory, family: Family, role: Role, device: torch.device, dtype: torch.dtype
-) -> tuple[Parts, Parts]:
-    """All components for `role`, and of these the ones that it loaded.
+@dataclass(frozen=True)
+class Target:
+    """For which role a model is loaded, where to, and how."""
+
+    role: Role
+    device: torch.device
+    dtype: torch.dtype
+    config: RoleConfig = field(default_factory=RoleConfig)
+
+
+def load_parts(directory: ModelDirectory, family: Family, target: Target) -> tuple[Parts, Parts]:
+    """All components for a role, and of these the ones that it loaded.
 
     Raises:
         ModelError: one is missing, broken, or of a kind that is not known.
+        ConfigError: something that `target.config` asks for cannot be had.
     """
     parts: Parts = {}
     owned: Parts = {}
     for name in directory.parts():
-        if _is_needed(name, role, family):
-            parts[name] = owned[name] = _load(directory, name, role, device, dtype)
+        if _is_needed(name, target.role, family):
+            parts[name] = owned[name] = _load(directory, name, target)
         elif name in _DENOISERS or name == "vae":
-            parts[name] = _shell(directory, name, device, dtype)
+            parts[name] = _shell(directory, name, target.device, target.dtype)
         else:
             parts[name] = None
-    for name, part in owned.items():
-        _wrap(name, part, family)
+    tune(owned, target.config, target.device)
+    # A step cache keeps what it saw of one request, so a request that has begun is not left for another.
+    if not (target.config.step_cache and target.role in ("denoiser", "monolithic")):
+        for name, part in owned.items():
+            _wrap(name, part, family.rules)
     for name in _DENOISERS:
         if name in parts and name not in owned:
             parts[name].forward = leads_out
@@ -103,13 +117,17 @@ def _is_needed(name: str, role: Role, family: Family) -> bool:
     raise ModelError(name, f"no role of {family.name} is known to use such a component")
 
 
-def _load(directory: ModelDirectory, name: str, role: Role, device: torch.device, dtype: torch.dtype) -> Any:
+def _load(directory: ModelDirectory, name: str, target: Target) -> Any:
+    role, device, dtype = target.role, target.device, target.dtype
     if name == "vae" and dtype == torch.float16 and directory.config(name).get("force_upcast"):
         dtype = torch.float32  # as the pipelines do around each decode
-    part = directory.load(name, dtype)
+    quantized = quantization(target.config, name)
+    part = directory.load(name, dtype, quantized)
     if not isinstance(part, torch.nn.Module):
         return part
-    part = part.to(device)
+    offloaded = target.config.offload and name != "vae"
+    if not offloaded and quantized is None:  # both see to it themselves
+        part = part.to(device)
     if name == "vae" and role in ("encoder", "decoder"):  # each has but one half of it to run
         getattr(part, "decoder" if role == "encoder" else "encoder").to("meta")
         _say_device(part, device)
@@ -147,11 +165,11 @@ def _fill_buffers(shell: Any, directory: ModelDirectory, name: str, device: torc
                 )
 
 
-def _wrap(name: str, part: Any, family: Family) -> None:
-    """Let calls of different requests meet at `part`."""
+def _wrap(name: str, part: Any, rules: JoinRules) -> None:
+    """Let calls of different requests meet at `part`; `rules` are those of a denoiser."""
     if name in _DENOISERS:
         names = tuple(inspect.signature(part.forward).parameters)
-        part.forward = meeting(name, part.forward, replace(family.rules, names=names))
+        part.forward = meeting(name, part.forward, replace(rules, names=names))
     elif name == "vae":
         part.encode = meeting("vae.encode", part.encode, JoinRules(alone="it returns a distribution"))
         part.decode = meeting("vae.decode", part.decode, JoinRules())
