@@ -3,14 +3,18 @@
     with Client("http://127.0.0.1:8000") as client:
         image = client.generate("a slice of pizza", seed=7)[0]
         Path("pizza.png").write_bytes(image.content)
+        other = client.edit("a slice of melon", [image.content], strength=0.6)[0]
 
 OpenAI's own client works as well; this one knows our fields, our errors and the cluster's state.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ssl
+import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -19,10 +23,12 @@ from msgspec import Struct
 
 from diffcluster.errors import DiffclusterError
 
-__all__ = ["ApiError", "AsyncClient", "Client", "GeneratedImage"]
+__all__ = ["ApiError", "AsyncClient", "Client", "GeneratedImage", "GeneratedVideo"]
 
 _TIMEOUT: Final = httpx.Timeout(None, connect=5.0)  # the router bounds how long a picture may take
 _LOOK_S: Final = 5.0  # but looking at it takes no time
+_POLL_S: Final = 0.2
+_VIDEOS: Final = "/v1/videos"
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -43,6 +49,15 @@ class GeneratedImage(Struct, frozen=True):
     """One picture: the file's bytes, the seed that makes it again, seconds by stage."""
 
     content: bytes
+    seed: int
+    timings: dict[str, Any]
+
+
+class GeneratedVideo(Struct, frozen=True):
+    """One video: the file's bytes and their media type, the seed that makes it again, seconds by stage."""
+
+    content: bytes
+    media_type: str
     seed: int
     timings: dict[str, Any]
 
@@ -68,6 +83,35 @@ def _request(prompt: str, fields: dict[str, Any], request_id: str | None) -> dic
     return {"url": "/v1/images/generations", "json": {"prompt": prompt} | fields, "headers": headers}
 
 
+def _edit(
+    prompt: str, images: Sequence[bytes], mask: bytes | None, fields: dict[str, Any], request_id: str | None
+) -> dict[str, Any]:
+    pictures = {"image": [_base64(image) for image in images]} | ({} if mask is None else {"mask": _base64(mask)})
+    return _request(prompt, fields | pictures, request_id) | {"url": "/v1/images/edits"}
+
+
+def _video(prompt: str, image: bytes | None, fields: dict[str, Any]) -> dict[str, Any]:
+    picture = {} if image is None else {"input_reference": _base64(image)}
+    return _request(prompt, fields | picture, None) | {"url": _VIDEOS}
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _is_made(video: dict[str, Any]) -> bool:
+    """Whether it is; raises `ApiError` if it will never be."""
+    if video["status"] == "failed":
+        raise ApiError(200, video["error"]["message"], video["error"]["code"])
+    return bool(video["status"] == "completed")
+
+
+def _video_file(video: dict[str, Any], response: httpx.Response) -> GeneratedVideo:
+    if not response.is_success:
+        _checked(response)
+    return GeneratedVideo(response.content, response.headers["content-type"], video["seed"], video["timings"])
+
+
 class Client:
     """Blocking. Proxies of the environment are not used: a cluster is reached directly."""
 
@@ -78,6 +122,36 @@ class Client:
         """POST /v1/images/generations with `fields` as they are; raises `ApiError`."""
         try:
             return _images(self._http.post(**_request(prompt, fields, request_id)))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    def edit(
+        self,
+        prompt: str,
+        images: Sequence[bytes],
+        mask: bytes | None = None,
+        *,
+        request_id: str | None = None,
+        **fields: Any,
+    ) -> list[GeneratedImage]:
+        """POST /v1/images/edits with files as `images`, and `fields` as they are; raises `ApiError`."""
+        try:
+            return _images(self._http.post(**_edit(prompt, images, mask, fields, request_id)))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    def video(self, prompt: str, image: bytes | None = None, **fields: Any) -> GeneratedVideo:
+        """Have a video made, wait for it, fetch it, and have it forgotten; raises `ApiError`."""
+        try:
+            video = _checked(self._http.post(**_video(prompt, image, fields)))
+            path = f"{_VIDEOS}/{video['id']}"
+            try:
+                while not _is_made(video):
+                    time.sleep(_POLL_S)
+                    video = _checked(self._http.get(path))
+                return _video_file(video, self._http.get(f"{path}/content"))
+            finally:
+                self._http.delete(path)
         except httpx.HTTPError as error:
             raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
 
@@ -109,6 +183,36 @@ class AsyncClient:
         """POST /v1/images/generations with `fields` as they are; raises `ApiError`."""
         try:
             return _images(await self._http.post(**_request(prompt, fields, request_id)))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    async def edit(
+        self,
+        prompt: str,
+        images: Sequence[bytes],
+        mask: bytes | None = None,
+        *,
+        request_id: str | None = None,
+        **fields: Any,
+    ) -> list[GeneratedImage]:
+        """POST /v1/images/edits with files as `images`, and `fields` as they are; raises `ApiError`."""
+        try:
+            return _images(await self._http.post(**_edit(prompt, images, mask, fields, request_id)))
+        except httpx.HTTPError as error:
+            raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
+
+    async def video(self, prompt: str, image: bytes | None = None, **fields: Any) -> GeneratedVideo:
+        """Have a video made, wait for it, fetch it, and have it forgotten; raises `ApiError`."""
+        try:
+            video = _checked(await self._http.post(**_video(prompt, image, fields)))
+            path = f"{_VIDEOS}/{video['id']}"
+            try:
+                while not _is_made(video):
+                    await asyncio.sleep(_POLL_S)
+                    video = _checked(await self._http.get(path))
+                return _video_file(video, await self._http.get(f"{path}/content"))
+            finally:
+                await self._http.delete(path)
         except httpx.HTTPError as error:
             raise ApiError(0, f"{self._http.base_url} does not answer: {error}") from error
 

@@ -140,11 +140,19 @@ class RoleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         int,
         _doc(
             "Requests that compute side by side, joined at each step as far as they fit together. With 1, one comes "
-            "after another, each bit-equal to plain diffusers.",
+            "after another.",
             ge=1,
             le=1000,
         ),
     ] = 8
+    exact: Annotated[
+        Literal["auto", "on", "off"],
+        _doc(
+            "Join requests only where no bit of any picture changes, which is found out for every size of batch when "
+            "it first occurs. Off, pictures may differ in the last bits from those computed alone. `auto`: on a CPU; "
+            "accelerators choose other kernels for larger batches, so that there hardly anything would be joined."
+        ),
+    ] = "auto"
     warm_up: Annotated[
         Literal["auto", "full", "small", "off"],
         _doc(

@@ -10,8 +10,10 @@
     ├── TransferError          bytes did not reach a peer; says whether they still may (the link)
     └── RequestError           ends one request, and nothing else; has an HTTP face
         ├── InvalidRequestError     400  the client's fault; names the field
+        ├── InvalidImageError       400  a picture that the client sent cannot be read; names the field
         ├── ModelNotFoundError      404
         ├── NotFoundError           404
+        ├── ConflictError           409  not as things are
         ├── QueueFullError          429
         ├── WorkerFailedError       500  a role could not compute it
         ├── TransferFailedError  500  its tensors did not reach the next stage whole, however often it was tried
@@ -32,9 +34,11 @@ __all__ = [
     "AddressInUseError",
     "CancelledError",
     "ConfigError",
+    "ConflictError",
     "DeadlineError",
     "DiffclusterError",
     "FailureCode",
+    "InvalidImageError",
     "InvalidRequestError",
     "LedgerError",
     "ManifestError",
@@ -55,8 +59,10 @@ __all__ = [
 
 FailureCode = Literal[
     "invalid_value",
+    "invalid_image",
     "model_not_found",
     "not_found",
+    "conflict",
     "queue_full",
     "worker_error",
     "transfer_failed",
@@ -136,6 +142,12 @@ class InvalidRequestError(RequestError):
     code, status, kind = "invalid_value", 400, "invalid_request_error"
 
 
+class InvalidImageError(RequestError):
+    """A picture that the client sent is none, is broken, or too large; `param` names the field."""
+
+    code, status, kind = "invalid_image", 400, "invalid_request_error"
+
+
 class ModelNotFoundError(RequestError):
     """No registered role serves the model that was named."""
 
@@ -146,6 +158,12 @@ class NotFoundError(RequestError):
     """There is nothing of that name."""
 
     code, status, kind = "not_found", 404, "invalid_request_error"
+
+
+class ConflictError(RequestError):
+    """It cannot be done in the state that the thing is in."""
+
+    code, status, kind = "conflict", 409, "invalid_request_error"
 
 
 class QueueFullError(RequestError):

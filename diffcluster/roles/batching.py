@@ -8,6 +8,7 @@ as more samples are worth more time (`costs`). Every decision is counted under i
     max_size          no more requests may compute together
     cost              one more would have made the batch no faster for each of its samples
     memory            one more would not have fitted, as an earlier batch of that size did not
+    inexact           so many together do not give each the same bits as alone (only if the policy demands it)
     incompatible:F    the next request's argument F differs
     alone:WHY         the module's calls are never joined
     delay             the leader waited for company, and none is left to come
@@ -47,12 +48,13 @@ class Candidate(Struct, frozen=True):
 
 class Policy(Struct, frozen=True):
     """Settings. `delay_s`: how long a first call may wait for company. `aging_s`: after each such time without being
-    served a request's priority rises by one.
+    served a request's priority rises by one. `exact`: calls are joined only where that changes no bit of any answer.
     """
 
     max_size: int = 8
     delay_s: float = 0.0
     aging_s: float = 10.0
+    exact: bool = False
 
 
 class Costs(Protocol):
@@ -63,6 +65,9 @@ class Costs(Protocol):
 
     def worthwhile(self, signature: Signature, samples: int, more: int) -> bool:
         """Whether `samples + more` together are faster for each sample than `samples`."""
+
+    def may_be_exact(self, signature: Signature, samples: int, calls: int) -> bool:
+        """False if so many calls, each of `samples`, are known to give other bits than each alone."""
 
 
 class Decision(Struct, frozen=True):
@@ -121,6 +126,10 @@ def _objection(
         return f"incompatible:{difference(leader.signature, other.signature)}"
     if size >= policy.max_size:
         return "max_size"
+    if policy.exact and other.samples != leader.samples:
+        return "incompatible:samples"
+    if policy.exact and not costs.may_be_exact(leader.signature, leader.samples, size + 1):
+        return "inexact"
     if not costs.fits(leader.signature, samples + other.samples):
         return "memory"
     return None if costs.worthwhile(leader.signature, samples, other.samples) else "cost"

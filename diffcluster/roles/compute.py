@@ -94,7 +94,7 @@ class ComputeLoop:
         self._inbox: Mailbox[Work | None] = Mailbox()
         self._running: dict[object, _Running] = {}
         self._wait_until: float | None = None
-        self.steps = StepMaker(device)
+        self.steps = StepMaker(device, exact=self._policy.exact)
 
     def submit(self, work: Work | None) -> None:
         """Compute `work`; None ends the loop, once what runs has ended. For any thread."""

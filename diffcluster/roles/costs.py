@@ -23,6 +23,10 @@ class _Known(Struct):
     seconds: dict[int, float] = field(default_factory=dict)
     too_large: int = 2**31
     refusals: int = 0
+    exact: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """(samples of each call, calls): whether they were compared, and found equal."""
+    inexact_from: dict[int, int] = field(default_factory=dict)
+    """By the samples of each call: so many calls, or more, are not tried."""
 
 
 class CostModel:
@@ -41,6 +45,24 @@ class CostModel:
         """A call of `samples` ran out of memory, or could not be made as one."""
         known = self._of(signature)
         known.too_large = min(known.too_large, samples)
+
+    def compared(self, signature: Signature, samples: int, calls: int, *, equal: bool) -> None:
+        """So many calls, each of `samples`, were made both joined and alone."""
+        known = self._of(signature)
+        known.exact[samples, calls] = equal
+        if not equal:
+            # Which kernels compute depends on the size alone. What differs at one size mostly does so at larger ones.
+            known.inexact_from[samples] = min(known.inexact_from.get(samples, calls), calls // 2 + 1)
+
+    def is_exact(self, signature: Signature, samples: int, calls: int) -> bool:
+        """True if they were compared, and were equal."""
+        known = self._known.get(signature)
+        return known is not None and known.exact.get((samples, calls), False)
+
+    def may_be_exact(self, signature: Signature, samples: int, calls: int) -> bool:
+        """True while it is not known: then it is tried."""
+        known = self._known.get(signature)
+        return known is None or calls < known.inexact_from.get(samples, calls + 1)
 
     def fits(self, signature: Signature, samples: int) -> bool:
         """False if that many, or fewer, were too large."""

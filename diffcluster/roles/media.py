@@ -55,8 +55,8 @@ def encode_video(frames: Frames, parameters: GenerationParameters) -> tuple[str,
     """(media type, bytes) of `frames` at `parameters.fps` in the format that was asked for.
 
     `frames` are pictures of one size, or uint8 (frames, height, width, 3). `mp4` is H.264 in yuv420p, whose rate factor
-    goes from 51 to 10 as `output_compression` goes from 0 to 100; a side that is odd gets its last line twice, since that
-    format has no odd ones. `webp` takes `output_compression` as its quality; `png` loses nothing.
+    goes from 51 to 10 as `output_compression` goes from 0 to 100; of a side that is odd the last line comes twice,
+    since that format has no odd ones. `webp` takes `output_compression` as its quality; `png` loses nothing.
     """
     if parameters.output_format == "mp4":
         return "video/mp4", _mp4(_stacked(frames), parameters.fps, parameters.output_compression)

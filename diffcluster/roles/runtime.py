@@ -21,6 +21,7 @@ from diffcluster.roles.batching import Policy
 from diffcluster.roles.compute import ComputeLoop
 from diffcluster.roles.control import Control
 from diffcluster.roles.device import Device, compute_threads, open_device
+from diffcluster.roles.exactness import is_demanded
 from diffcluster.roles.machine import RoleMachine
 from diffcluster.roles.pipelines import Target, load
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
@@ -108,7 +109,8 @@ def _run_threads(
 ) -> int:
     control = Control(config, register, receive, send)
     stager = Stager(open_device(config.device), control.inbox.post, checksum=config.checksum)
-    policy = Policy(config.max_batch_size, config.batch_delay_s)
+    exact = is_demanded(config, device.torch_device)
+    policy = Policy(config.max_batch_size, config.batch_delay_s, exact=exact)
     compute = ComputeLoop(stage, device, stager, control.inbox.post, policy)
     prefetcher = Prefetcher(_SlotLoader(config.device), control.inbox.post)
     pusher = Pusher(register.host, config.transfer_timeout_s, config.transfer_window, control.inbox.post)

@@ -1,16 +1,22 @@
-"""Makes calls: several as one, or each alone; and learns what they cost."""
+"""Makes calls: several as one, or each alone; and learns what they cost.
+
+If exactness is demanded, the first joined call of each size is also made call by call, and the answers are compared bit
+by bit: which kernels compute depends on shapes alone, so what is equal once is equal from then on.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from diffcluster.roles.batching import Decision
 from diffcluster.roles.costs import CostModel
+from diffcluster.roles.exactness import FewRowsApart, same_bits
 from diffcluster.roles.joining import Call, join, split
 
 if TYPE_CHECKING:
@@ -26,8 +32,8 @@ _log = logging.getLogger(__name__)
 class StepMaker:
     """Answers calls, and counts. Of the thread that computes."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, *, exact: bool = False) -> None:
+        self._device, self._exact = device, exact
         self._timed: list[tuple[Call, int, Stopwatch]] = []
         self.costs = CostModel()
         self._totals: Counter[str] = Counter()
@@ -64,23 +70,52 @@ class StepMaker:
         if len(calls) == 1:
             self._make_alone(calls[0])
             return
-        samples = sum(call.samples for call in calls)
+        if self._exact and not self.costs.is_exact(calls[0].signature, calls[0].samples, len(calls)):
+            self._make_both(calls)
+            return
         try:
-            args, kwargs = join(calls)
-            watch = self._device.stopwatch()
-            output = calls[0].function(*args, **kwargs)
-            watch.stop()
-            answers = split(output, [call.samples for call in calls])
+            answers = self._joined(calls)
         except OUT_OF_MEMORY as error:
-            _log.warning("%d samples at once are too many for %s: %s", samples, calls[0].module, error)
-            self.costs.too_large(calls[0].signature, samples)
-            self._device.free_unused()
+            self._note_too_large(calls, error)
         except BaseException as error:  # noqa: BLE001 - whose it is shows when each is made alone
             self._make_each(calls, error)
         else:
-            self._timed.append((calls[0], samples, watch))
             for call, answer in zip(calls, answers, strict=True):
                 call.set_answer(answer)
+
+    def _joined(self, calls: Sequence[Call]) -> list[Any]:
+        sizes = [call.samples for call in calls]
+        args, kwargs = join(calls)
+        watch = self._device.stopwatch()
+        with FewRowsApart(sizes) if self._exact else contextlib.nullcontext():
+            output = calls[0].function(*args, **kwargs)
+        watch.stop()
+        self._timed.append((calls[0], sum(sizes), watch))
+        return split(output, sizes)
+
+    def _make_both(self, calls: Sequence[Call]) -> None:
+        """Each call is answered as if it were alone; whether the joined one would have done as well is noted."""
+        for call in calls:
+            self._make_alone(call)
+        if any(call.error for call in calls):
+            return
+        signature, samples = calls[0].signature, calls[0].samples
+        try:
+            answers = self._joined(calls)
+            equal = all(same_bits(call.answer, answer) for call, answer in zip(calls, answers, strict=True))
+        except OUT_OF_MEMORY as error:
+            self._note_too_large(calls, error)
+        except BaseException as error:  # noqa: BLE001 - all have their answers; joining is not tried again
+            _log.warning("%d calls of %s cannot be made as one", len(calls), signature.module, exc_info=error)
+            self.costs.too_large(signature, samples + 1)
+        else:
+            self.costs.compared(signature, samples, len(calls), equal=equal)
+
+    def _note_too_large(self, calls: Sequence[Call], error: BaseException) -> None:
+        samples = sum(call.samples for call in calls)
+        _log.warning("%d samples at once are too many for %s: %s", samples, calls[0].module, error)
+        self.costs.too_large(calls[0].signature, samples)
+        self._device.free_unused()
 
     def _make_each(self, calls: Sequence[Call], error: BaseException) -> None:
         _log.warning("%d calls of %s failed as one, each is made alone", len(calls), calls[0].module, exc_info=error)

@@ -15,12 +15,12 @@ from msgspec import Struct
 from diffcluster import codec
 from diffcluster.errors import QueueFullError, WireError, WorkerFailedError, request_error
 from diffcluster.ids import Incarnation, RequestId
-from diffcluster.messages import Done, GenerationParameters, Refused
+from diffcluster.messages import Done, GenerationParameters, Refused, Submit
 from diffcluster.router import actions, events
-from diffcluster.router.collect import Collector, File
+from diffcluster.router.files import File, Files
 from diffcluster.router.machine import RouterMachine
 from diffcluster.router.snapshot import Ended, Snapshot, Totals
-from diffcluster.router.state import Key, Limits
+from diffcluster.router.state import Limits
 from diffcluster.transport.control import RouterLink
 from diffcluster.transport.mailbox import Mailbox
 
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from diffcluster.config import RouterConfig
     from diffcluster.messages import ModelFacts
 
-__all__ = ["DiffusionServer", "Result"]
+__all__ = ["DiffusionServer", "File", "Result"]
 
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.05
 _REMEMBERED: Final = 1000
 _IDENTITY_BYTES: Final = 32
-_STALLED_HEARTBEATS: Final = 3
 
 
 class Result(Struct, frozen=True):
@@ -52,6 +51,7 @@ class _Submit(Struct, frozen=True):
     request_id: RequestId
     parameters: GenerationParameters
     deadline: float
+    inputs: tuple[bytes, ...]
     future: Future[Result]
 
 
@@ -77,7 +77,7 @@ class DiffusionServer:
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="diffusion-server")
         self._waiting: dict[RequestId, tuple[Future[Result], float]] = {}
-        self._collector = Collector()
+        self._files = Files(config.max_input_bytes, lambda to, *piece: self._link.send_piece(to.encode(), *piece))
         self._ended: OrderedDict[RequestId, Ended] = OrderedDict()
         self._totals = Totals()
         self._unreachable: list[Incarnation] = []
@@ -105,11 +105,17 @@ class DiffusionServer:
         """Whether the server's thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, parameters: GenerationParameters, deadline_s: float) -> tuple[RequestId, Future[Result]]:
-        """Ask for a picture. The future ends with a `Result` or a `RequestError`, exactly once."""
+    def submit(
+        self, parameters: GenerationParameters, deadline_s: float, inputs: tuple[bytes, ...] = ()
+    ) -> tuple[RequestId, Future[Result]]:
+        """Ask for a picture. The future ends with a `Result` or a `RequestError`, exactly once.
+
+        `inputs`: the bytes of the pictures that `parameters.inputs` describes. They are kept until the request ends, so
+        that it can begin again.
+        """
         request_id = RequestId(uuid.uuid4().hex)
         future: Future[Result] = Future()
-        item = _Submit(request_id, parameters, time.monotonic() + deadline_s, future)
+        item = _Submit(request_id, parameters, time.monotonic() + deadline_s, inputs, future)
         if not self._inbox.post(item):
             raise QueueFullError("the router takes no requests at the moment")
         return request_id, future
@@ -150,7 +156,7 @@ class DiffusionServer:
     def _serve(self) -> None:
         next_tick = 0.0
         while True:
-            self._link.wait(next_tick - time.monotonic())
+            self._link.wait(0.0 if self._files.flush() else next_tick - time.monotonic())
             for frames in self._link.control():
                 self._control(frames)
             for frames in self._link.bulk():
@@ -184,6 +190,10 @@ class DiffusionServer:
             self._totals.ended["queue_full"] += 1
             item.future.set_exception(QueueFullError(f"{len(self._waiting)} requests wait already"))
             return
+        if not self._files.keep(item.request_id, item.inputs):
+            self._totals.ended["queue_full"] += 1
+            item.future.set_exception(QueueFullError("too many bytes of pictures wait to be worked on already"))
+            return
         now = time.monotonic()
         self._waiting[item.request_id] = (item.future, now)
         self._step(events.Submitted(item.request_id, item.parameters, item.deadline, now))
@@ -200,7 +210,7 @@ class DiffusionServer:
             self._bad_frame(frames[0], error)
             return
         now = time.monotonic()
-        if isinstance(message, Done) and not self._collector.done(sender, message, now):
+        if isinstance(message, Done) and not self._files.announced(sender, message, now):
             self._step(events.Announced(sender, now))
         else:
             self._step(events.Heard(sender, message, now))
@@ -220,7 +230,7 @@ class DiffusionServer:
             return
         now = time.monotonic()
         try:
-            done = self._collector.piece(sender, head, frames[2], now)
+            done = self._files.piece(sender, head, frames[2], now)
         except WireError as error:
             _log.warning("a file from %s is not whole: %s", sender, error)
             self._step(events.Gone(sender, now))
@@ -249,14 +259,13 @@ class DiffusionServer:
         for action in todo:
             match action:
                 case actions.Send():
-                    if not self._link.send(action.to.encode(), action.message):
-                        self._unreachable.append(action.to)
+                    self._send(action)
                 case actions.Finish():
                     self._finish(action)
                 case actions.Fail():
                     self._fail(action)
                 case actions.Discard():
-                    self._collector.discard(action.instance, (action.request_id, action.attempt))
+                    self._files.discard(action.instance, (action.request_id, action.attempt))
                 case actions.Count():
                     self._totals.counts[action.what, action.detail] += 1
                     if action.what == "registered":
@@ -264,8 +273,14 @@ class DiffusionServer:
                 case actions.Note():
                     _log.log(logging.WARNING if action.warning else logging.INFO, "%s", action.text)
 
+    def _send(self, action: actions.Send) -> None:
+        if isinstance(action.message, Submit):
+            self._files.submit(action.to, action.message)
+        if not self._link.send(action.to.encode(), action.message):
+            self._unreachable.append(action.to)
+
     def _finish(self, action: actions.Finish) -> None:
-        files = self._collector.take(action.instance, (action.request_id, action.attempt))
+        files = self._files.take(action.instance, (action.request_id, action.attempt))
         future, submitted = self._waiting.pop(action.request_id)
         total = time.monotonic() - submitted
         self._end(action.request_id, Ended("finished", "", action.stages, total))
@@ -279,21 +294,19 @@ class DiffusionServer:
         future.set_exception(request_error(action.code, action.message))
 
     def _end(self, request_id: RequestId, ended: Ended) -> None:
+        self._files.forget(request_id)
         self._ended[request_id] = ended
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
     def _sweep(self) -> None:
         """Drop files of attempts that nobody waits for; give up senders whose files have stopped half-way."""
-        if not len(self._collector):
+        if not self._files:
             return
         now = time.monotonic()
-        for sender in self._collector.stalled(now - _STALLED_HEARTBEATS * self._config.heartbeat_s):
+        for sender in self._files.stalled(now, self._config.heartbeat_s):
             self._step(events.Gone(sender, now))
-        wanted: set[tuple[Incarnation, Key]] = {
-            (request.holder, request.key) for request in self._machine.cluster.requests.values() if request.holder
-        }
-        self._collector.keep_only(wanted)
+        self._files.keep_only(self._machine.cluster.requests.values())
 
     def _look(self) -> Snapshot:
         cluster = self._machine.cluster

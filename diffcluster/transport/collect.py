@@ -1,52 +1,54 @@
-"""Puts finished files together from the pieces that arrive on the bulk link, and says when a `Done` is complete."""
+"""Puts files together from the pieces that arrive on the bulk link, and says when what announced them is complete.
+
+The router collects finished files, which a `Done` announces; a role collects the client's pictures, which a `Submit`
+announces. Pieces and announcement come on two connections, so either may be first.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Hashable, Sequence
+from typing import Final, Generic, TypeVar
 
 from diffcluster.errors import WireError
-from diffcluster.ids import Incarnation
-from diffcluster.messages import BulkPiece, Done
-from diffcluster.router.state import Key
+from diffcluster.messages import BulkPiece
 
-__all__ = ["MAX_BYTES", "Collector", "File"]
+__all__ = ["MAX_BYTES", "Collector"]
 
 MAX_BYTES: Final = 2 << 30
 """Bytes of all unfinished files together; more are refused."""
 
-File = tuple[str, bytes]
-"""Media type and content."""
+_Place = TypeVar("_Place", bound=Hashable)
+"""Whose files: one attempt at one request, and where several may send for it, the sender."""
+_Message = TypeVar("_Message")
 
 
-class _Parcel:
-    """What has arrived of one attempt's files."""
+class _Parcel(Generic[_Message]):
+    """What has arrived for one place."""
 
     def __init__(self) -> None:
         self.files: list[bytearray] = []
-        self.done: Done | None = None
+        self.message: _Message | None = None
+        self.sizes: tuple[int, ...] = ()
         self.touched = 0.0
 
     def complete(self) -> bool:
-        """Whether all bytes are there that `done` announced."""
-        if self.done is None:
-            return False
-        return [info.nbytes for info in self.done.files] == [len(file) for file in self.files]
+        """Whether all bytes are there that were announced."""
+        return self.message is not None and self.sizes == tuple(len(file) for file in self.files)
 
 
-class Collector:
+class Collector(Generic[_Place, _Message]):
     """All files under way. Pieces of one file come in order, since one connection brings them."""
 
     def __init__(self) -> None:
-        self._parcels: dict[tuple[Incarnation, Key], _Parcel] = {}
+        self._parcels: dict[_Place, _Parcel[_Message]] = {}
         self._held = 0
 
-    def piece(self, sender: Incarnation, head: BulkPiece, data: bytes, now: float) -> Done | None:
-        """Add a piece; the `Done` that is complete by it, if so.
+    def piece(self, place: _Place, head: BulkPiece, data: bytes, now: float) -> _Message | None:
+        """Add a piece; the announcement that is complete by it, if so.
 
         Raises:
             WireError: the piece does not continue what is there, or too much is there already.
         """
-        place = (sender, (head.request_id, head.attempt))
         if self._held + len(data) > MAX_BYTES:
             raise WireError(f"more than {MAX_BYTES} bytes of unfinished files")
         parcel = self._parcels.get(place) or _Parcel()
@@ -60,40 +62,45 @@ class Collector:
         parcel.files[-1] += data
         parcel.touched = now
         self._held += len(data)
-        return parcel.done if parcel.complete() else None
+        return parcel.message if parcel.complete() else None
 
-    def done(self, sender: Incarnation, done: Done, now: float) -> bool:
-        """Note the announcement; whether its files are all there."""
-        parcel = self._parcels.setdefault((sender, (done.request_id, done.attempt)), _Parcel())
-        parcel.done, parcel.touched = done, now
+    def announce(self, place: _Place, message: _Message, sizes: Sequence[int], now: float) -> bool:
+        """Note which files are to come; whether they are all there."""
+        parcel = self._parcels.setdefault(place, _Parcel())
+        parcel.message, parcel.sizes, parcel.touched = message, tuple(sizes), now
         return parcel.complete()
 
-    def take(self, sender: Incarnation, key: Key) -> list[File]:
-        """Remove and return the files of a complete `Done`."""
-        parcel = self._pop(sender, key)
-        if parcel is None or parcel.done is None:
-            return []
-        return [(info.media_type, bytes(file)) for info, file in zip(parcel.done.files, parcel.files, strict=True)]
+    def take(self, place: _Place) -> tuple[_Message, list[bytes]] | None:
+        """Remove and return a complete announcement and its files."""
+        parcel = self._pop(place)
+        if parcel is None or parcel.message is None:
+            return None
+        return parcel.message, [bytes(file) for file in parcel.files]
 
-    def discard(self, sender: Incarnation, key: Key) -> None:
-        """Drop what has arrived."""
-        self._pop(sender, key)
+    def discard(self, place: _Place) -> _Message | None:
+        """Drop what has arrived; the announcement, if there was one."""
+        parcel = self._pop(place)
+        return None if parcel is None else parcel.message
 
     def __len__(self) -> int:
-        """How many attempts have files under way."""
+        """How many places have files under way."""
         return len(self._parcels)
 
-    def stalled(self, since: float) -> set[Incarnation]:
-        """Senders of files that were announced, but of which nothing has come since then."""
-        return {sender for (sender, _), parcel in self._parcels.items() if parcel.done and parcel.touched < since}
+    def stalled(self, since: float) -> set[_Place]:
+        """Places whose files were announced, but for which nothing has come since then."""
+        return {place for place, parcel in self._parcels.items() if parcel.message and parcel.touched < since}
 
-    def keep_only(self, wanted: set[tuple[Incarnation, Key]]) -> None:
+    def orphaned(self, since: float) -> set[_Place]:
+        """Places whose files were never announced, and for which nothing has come since then."""
+        return {place for place, parcel in self._parcels.items() if not parcel.message and parcel.touched < since}
+
+    def keep_only(self, wanted: set[_Place]) -> None:
         """Drop all that nobody waits for."""
-        for sender, key in set(self._parcels) - wanted:
-            self._pop(sender, key)
+        for place in set(self._parcels) - wanted:
+            self._pop(place)
 
-    def _pop(self, sender: Incarnation, key: Key) -> _Parcel | None:
-        parcel = self._parcels.pop((sender, key), None)
+    def _pop(self, place: _Place) -> _Parcel[_Message] | None:
+        parcel = self._parcels.pop(place, None)
         if parcel is not None:
             self._held -= sum(len(file) for file in parcel.files)
         return parcel

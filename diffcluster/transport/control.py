@@ -1,8 +1,9 @@
 """ZeroMQ: the control link and the bulk link between the router and its roles. The only module with sockets of it.
 
-Control carries small typed messages; bulk carries finished files in pieces, on a connection of its own, so that a
-heartbeat never waits behind a video. A role's identity on both is its incarnation, so a role that reconnects, or whose
-router was restarted, is still itself. Sockets belong to the thread that made them and refuse all others.
+Control carries small typed messages; bulk carries files in pieces, finished ones to the router and clients' pictures to
+the roles, on a connection of its own, so that a heartbeat never waits behind a video. A role's identity on both is
+its incarnation, so a role that reconnects, or whose router was restarted, is still itself. Sockets belong to the thread
+that made them and refuse all others.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from diffcluster.ids import Incarnation
 from diffcluster.messages import BulkPiece, RoleToRouter, RouterToRole
 from diffcluster.transport.mailbox import Mailbox
 
-__all__ = ["PIECE_BYTES", "RoleLink", "RouterLink"]
+__all__ = ["PIECE_BYTES", "RoleLink", "RouterLink", "pieces"]
 
 PIECE_BYTES: Final = 256 << 10
 """Largest piece of a file on the bulk link."""
 
 _MAX_FRAMES_A_TURN: Final = 500
 _HIGH_WATER: Final = 20_000
+_PIECES_HIGH_WATER: Final = 64
+"""Pieces that wait in a socket on their way to a role; what is more waits at the router, where it lies anyway."""
 
 
 class _Owner:
@@ -62,6 +65,14 @@ def _receive(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
             return
 
 
+def pieces(head: BulkPiece, files: Sequence[bytes]) -> Iterator[tuple[BulkPiece, bytes]]:
+    """Each of `files` in pieces; `head` names the request. An empty file is one empty piece."""
+    for index, content in enumerate(files):
+        for offset in range(0, max(len(content), 1), PIECE_BYTES):
+            piece = BulkPiece(request_id=head.request_id, attempt=head.attempt, file=index, offset=offset)
+            yield piece, content[offset : offset + PIECE_BYTES]
+
+
 class RouterLink:
     """The router's ends: two ROUTER sockets, polled together with a mailbox."""
 
@@ -73,6 +84,7 @@ class RouterLink:
         for socket in (self._control, self._bulk):
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._bulk.setsockopt(zmq.SNDHWM, _PIECES_HIGH_WATER)
         try:
             self.control_port = _bind(self._control, host, control_port, "router.control_port")
             self.bulk_port = _bind(self._bulk, host, bulk_port, "router.bulk_port")
@@ -100,9 +112,16 @@ class RouterLink:
 
     def send(self, to: bytes, message: RouterToRole) -> bool:
         """False if the peer is not connected, or takes nothing any more."""
+        return self._sent(self._control, [to, encode(message)])
+
+    def send_piece(self, to: bytes, head: BulkPiece, data: bytes) -> bool:
+        """Send a piece of a client's picture. False if the peer's bulk link is not there, or takes no more just now."""
+        return self._sent(self._bulk, [to, encode(head), data])
+
+    def _sent(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
         self._owner.check()
         try:
-            self._control.send_multipart([to, encode(message)], zmq.NOBLOCK)
+            socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -160,11 +179,14 @@ class RoleLink:
         self._owner.check()
         if port != self._bulk_port:
             if self._bulk is not None:
+                self._poller.unregister(self._bulk)
                 self._bulk.close()
             self._bulk = self._dealer()
             self._bulk.setsockopt(zmq.IMMEDIATE, 0)
             self._bulk.setsockopt(zmq.SNDHWM, 0)  # bounded by the results that the role holds anyway
+            self._bulk.setsockopt(zmq.RCVHWM, _PIECES_HIGH_WATER)
             self._bulk.connect(f"{self._host}:{port}")
+            self._poller.register(self._bulk, zmq.POLLIN)
             self._bulk_port = port
 
     def wait(self, seconds: float) -> None:
@@ -176,6 +198,11 @@ class RoleLink:
         """Arrived control frames."""
         self._owner.check()
         return _receive(self._control)
+
+    def bulk(self) -> Iterator[list[bytes]]:
+        """Arrived bulk frames; none before the router said where to connect."""
+        self._owner.check()
+        return iter(()) if self._bulk is None else _receive(self._bulk)
 
     def send(self, message: RoleToRouter) -> bool:
         """False if the router is not connected, or so much is unsent that nothing more is taken."""
@@ -191,10 +218,8 @@ class RoleLink:
         self._owner.check()
         if self._bulk is None:
             raise RuntimeError("files to send, but the router never said where to")
-        for index, content in enumerate(files):
-            for offset in range(0, max(len(content), 1), PIECE_BYTES):  # an empty file is one empty piece
-                piece = BulkPiece(request_id=head.request_id, attempt=head.attempt, file=index, offset=offset)
-                self._bulk.send_multipart([encode(piece), content[offset : offset + PIECE_BYTES]], zmq.NOBLOCK)
+        for piece, data in pieces(head, files):
+            self._bulk.send_multipart([encode(piece), data], zmq.NOBLOCK)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the sockets; what is unsent is given `linger_s` to leave."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import hashlib
+import io
 import os
 import random
 import select
@@ -20,6 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
 
 from diffcluster import logs
 from diffcluster.client import Client
@@ -65,7 +69,7 @@ def main() -> int:
 
 
 def _run(cluster: LocalCluster, rng: random.Random, faults: int) -> tuple[Tally, collections.Counter[str]]:
-    expected = [_digest(cluster.url, request) for request in REQUESTS]
+    expected = [_picture(cluster.url, request) for request in REQUESTS]
     tally, stop, done = Tally(), threading.Event(), collections.Counter[str]()
     clients = [threading.Thread(target=_load, args=(cluster.url, expected, tally, stop, i)) for i in range(CLIENTS)]
     for client in clients:
@@ -82,23 +86,25 @@ def _run(cluster: LocalCluster, rng: random.Random, faults: int) -> tuple[Tally,
     return tally, done
 
 
-def _digest(url: str, request: dict[str, object]) -> str:
+def _picture(url: str, request: dict[str, object]) -> npt.NDArray[np.uint8]:
     with Client(url) as client:
-        return hashlib.sha256(client.generate(**request)[0].content).hexdigest()  # type: ignore[arg-type]
+        content = client.generate(**request)[0].content  # type: ignore[arg-type]
+    with Image.open(io.BytesIO(content)) as image:
+        return np.asarray(image.convert("RGB"))
 
 
-def _load(url: str, expected: list[str], tally: Tally, stop: threading.Event, number: int) -> None:
+def _load(url: str, expected: list[npt.NDArray[np.uint8]], tally: Tally, stop: threading.Event, number: int) -> None:
     """Ask for one picture after another; every answer is right, wrong, or missing."""
     turn = number
     while not stop.is_set():
         turn += 1
         which = turn % len(REQUESTS)
         try:
-            digest = _digest(url, REQUESTS[which])
+            picture = _picture(url, REQUESTS[which])
         except Exception as error:  # noqa: BLE001 - every way not to get a picture is a lost request
             tally.lost.append(f"{REQUESTS[which]}: {error}")
             continue
-        if digest == expected[which]:
+        if np.array_equal(picture, expected[which]):
             tally.right += 1
         else:
             tally.wrong.append(str(REQUESTS[which]))

@@ -87,7 +87,7 @@ class Processes(Writes):
         """The time of a quarantine is over; perhaps the engine knows of a writer that was stopped in the middle."""
         process = self._own(who)
         process.machine.quarantine[region, lease] = 0.0
-        process.control._perform(process.machine.step(process.control._tick(), 0.0))
+        process.control._perform(process.machine.step(process.control._windows.tick(process.machine.quarantine), 0.0))
         self._flush(process)
 
     def _contact(self, who: Incarnation, engine: EngineKind | None = "tcp") -> None:

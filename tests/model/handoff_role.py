@@ -145,6 +145,13 @@ class Process:
     def connect_bulk(self, port: int) -> None:
         pass
 
+    def bulk(self) -> tuple[()]:
+        return ()
+
+    # ------------------------------------------------------------ the compute loop's counts
+
+    steps = SimpleNamespace(totals={})
+
     # ------------------------------------------------------------ the push threads
 
     def meet(self, peer: Peer) -> None:

@@ -256,6 +256,7 @@ def test_fields_of_openai_that_mean_nothing_are_ignored(server: Server) -> None:
      ("output_compression", 101), ("output_compression", -1), ("output_compression", "50"), ("response_format", "xml"),
      ("stream", "yes"), ("partial_images", 4), ("partial_images", -1), ("deadline_s", 0), ("deadline_s", -1),
      ("deadline_s", 1e9), ("extra", {"nope": 1}), ("extra", {"eta": 2}), ("extra", {"eta": "x"}), ("extra", [1]),
+     ("scheduler", "Nope"), ("scheduler", 7), ("priority", 101), ("priority", "1"), ("strength", 0.5),
      ("negative_prompt", 7), ("nope", 1), ("num_inference_step", 4), ("Seed", 1)],
 )  # fmt: skip
 def test_a_field_that_cannot_be(server: Server, field: str, value: object) -> None:
@@ -265,8 +266,8 @@ def test_a_field_that_cannot_be(server: Server, field: str, value: object) -> No
 
 
 @pytest.mark.usefixtures("refused")
-def test_edits_videos_and_variations_are_not_there(server: Server) -> None:
-    for path in ("/v1/images/edits", "/v1/images/variations", "/v1/videos"):
+def test_variations_and_jobs_are_not_there(server: Server) -> None:
+    for path in ("/v1/images/variations", "/v1/jobs", "/v1/videos/video_x/remix"):
         assert error_of(server.post({"prompt": "x", "size": "99999x99999"}, path=path), 404)["code"] == "not_found"
 
 

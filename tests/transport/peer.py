@@ -91,8 +91,10 @@ def hold_second_chunk(kind: str, reached: Callable[[], object]) -> None:
         copy = shm._copy
         shm._copy = lambda target, source: (count(), copy(target, source))[1]
     elif kind == "tcp":
+        from diffcluster.transport.engines import tcp
         from diffcluster.transport.engines.waiting import Limit
 
+        tcp.SEND_BYTES = CHUNK  # type: ignore[misc]
         send = Limit.send
         Limit.send = lambda self, *args: (count(), send(self, *args))[1]  # type: ignore[method-assign]
     else:

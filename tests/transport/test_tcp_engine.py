@@ -19,6 +19,7 @@ from diffcluster.transport.arena import Arena
 from diffcluster.transport.engines import open_receiver, open_sender
 from diffcluster.transport.engines.base import EngineOptions, Receiver, Sender
 from diffcluster.transport.engines.tcp_receiver import ECHO, ECHO_BYTES, HEADER, REJECTED, WRITE, WRITTEN
+from diffcluster.transport.engines.waiting import SLICE_S
 from tests.transport.kit import SIZE, content, slot, until, within
 from tests.transport.processes import receiving
 
@@ -97,6 +98,30 @@ def test_a_sender_that_falls_silent_is_cut_off(arena: Arena) -> None:
             assert early.recv(1) == b""  # without a word
     finally:
         receiver.stop()
+
+
+def test_half_a_header_and_then_silence_is_cut_off(arena: Arena) -> None:
+    receiver = open_receiver("tcp", arena, EngineOptions("127.0.0.1", "", 0.3))
+    try:
+        with raw(receiver.session()) as early, raw(receiver.session()) as late:
+            late.sendall(HEADER.pack(ECHO, bytes(16), 0, 1) + b"x")
+            assert late.recv(1) == b"x"
+            for peer in (early, late):  # what a peer has said before gives it no more time
+                peer.sendall(header(1, 4096)[:20])
+            assert [early.recv(1), late.recv(1)] == [b"", b""]
+    finally:
+        receiver.stop()
+
+
+def test_a_header_that_comes_in_two_parts_is_read(arena: Arena, receiver: Receiver) -> None:
+    with raw(receiver.session()) as peer:
+        for lease in (1, 2):
+            receiver.open(slot(lease, 0, 4096))
+            peer.sendall(header(lease, 4096)[:20])
+            threading.Event().wait(0.05)  # so that they do not come in one
+            peer.sendall(header(lease, 4096)[20:] + content(4096, lease).tobytes())
+            assert peer.recv(1) == WRITTEN
+            assert np.array_equal(arena.view(0, 4096), content(4096, lease))
 
 
 def test_a_connection_that_has_said_something_may_be_idle(arena: Arena) -> None:
@@ -178,6 +203,34 @@ def test_an_abort_is_noticed_while_the_peer_stalls(sender: Sender) -> None:
             abort.set()
             thread.join()
     assert not problems[0].settled
+
+
+def test_a_deadline_holds_whatever_the_writes_before_were_given(receiver: Receiver, sender: Sender) -> None:
+    """The kernel's time-outs are kept from one write to the next, but not too long."""
+    waits = {}
+    for lease, timeout_s in enumerate([30, SLICE_S / 2, 30, 30, SLICE_S / 4], 1):
+        receiver.open(slot(lease, 0, 4096))
+        sender.write(receiver.session(), slot(lease, 0, 4096), content(4096), timeout_s)
+        (connection,) = sender._connections.values()  # type: ignore[attr-defined]
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            seconds, microseconds = struct.unpack("@ll", connection.getsockopt(socket.SOL_SOCKET, option, 16))
+            waits[lease, option] = seconds + microseconds / 1e6
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        # The kernel counts in ticks of its clock, and rounds up.
+        assert [waits[lease, option] for lease in (1, 3, 4)] == pytest.approx([SLICE_S] * 3, abs=0.011)
+        assert waits[2, option] <= SLICE_S / 2 + 0.011
+        assert waits[5, option] <= SLICE_S / 4 + 0.011
+
+
+def test_a_short_write_to_a_frozen_peer_ends_in_time_after_a_long_one(sender: Sender) -> None:
+    with receiving("tcp", LARGE) as peer:
+        peer.ask("open", 1, 0, 4096)
+        sender.write(peer.session, slot(1, 0, 4096), content(4096), 30)
+        peer.ask("open", 2, 0, LARGE)
+        peer.freeze()
+        with pytest.raises(TransferError, match="not done after") as failure, within(1):
+            sender.write(peer.session, slot(2, 0, LARGE), np.zeros(LARGE, np.uint8), 0.05)
+        assert not failure.value.settled
 
 
 def test_stop_ends_a_first_contact_that_waits(sender: Sender) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from diffcluster.errors import ModelError
 from diffcluster.ids import Role
-from diffcluster.messages import GenerationParameters
+from diffcluster.messages import GenerationParameters, TaskKind
 from diffcluster.roles.pipelines import bundle
 from diffcluster.roles.pipelines.blanks import BlankTape, blank_latents
 from diffcluster.roles.pipelines.borders import Tape, recorded, replayed
@@ -65,6 +65,10 @@ class PipelineAdapter:
         self.facts = model_facts(directory, family, self._pipelines)
         self.components = {name: weight_bytes(part) for name, part in owned.items()}
         self._prompt_bytes = self._measure_prompt() if target.role == "encoder" else 0
+
+    def pipeline(self, task: TaskKind) -> Any:
+        """The diffusers pipeline that does `task`, with this role's components and shells of the others'."""
+        return self._pipelines[task]
 
     # ------------------------------------------------------------ encoder
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from diffcluster.config import RoleConfig
 from diffcluster.errors import ModelError
 from diffcluster.ids import Role
+from diffcluster.roles.exactness import is_demanded
 from diffcluster.roles.joining import JoinRules
 from diffcluster.roles.meeting import meeting
 from diffcluster.roles.pipelines.borders import leads_out
@@ -58,6 +59,8 @@ def load_parts(directory: ModelDirectory, family: Family, target: Target) -> tup
     for name in directory.parts():
         if _is_needed(name, target.role, family):
             parts[name] = owned[name] = _load(directory, name, target)
+        elif name == "scheduler":  # without weights, and every role's pipeline sets its timesteps
+            parts[name] = directory.load(name, target.dtype)
         elif name in _DENOISERS or name == "vae":
             parts[name] = _shell(directory, name, target.device, target.dtype)
         else:
@@ -65,8 +68,11 @@ def load_parts(directory: ModelDirectory, family: Family, target: Target) -> tup
     tune(owned, target.config, target.device)
     # A step cache keeps what it saw of one request, so a request that has begun is not left for another.
     if not (target.config.step_cache and target.role in ("denoiser", "monolithic")):
+        rules = family.rules
+        if is_demanded(target.config, target.device):  # what is padded is computed in other pieces
+            rules = replace(rules, masks={}, ragged=frozenset())
         for name, part in owned.items():
-            _wrap(name, part, family.rules)
+            _wrap(name, part, rules)
     for name in _DENOISERS:
         if name in parts and name not in owned:
             parts[name].forward = leads_out
@@ -104,9 +110,9 @@ def weight_bytes(part: Any) -> int:
 
 
 def _is_needed(name: str, role: Role, family: Family) -> bool:
-    if role == "monolithic" or name == "scheduler":
+    if role == "monolithic":
         return True
-    if name in _DENOISERS:
+    if name in _DENOISERS or name == "scheduler":
         return role == "denoiser"
     if name == "vae" and role == "encoder":
         return not _IMAGE_TASKS.isdisjoint(family.pipelines)

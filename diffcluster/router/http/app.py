@@ -6,15 +6,16 @@ import re
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from litestar import Litestar, Request
+from litestar import Litestar, Request, Router
 from litestar.datastructures import Headers, MutableScopeHeaders, State
 from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
 
 from diffcluster import __version__
 from diffcluster.errors import RequestError
-from diffcluster.router.http import cluster, errors, images
-from diffcluster.router.http.schemas import ImageRequest, ImageResponse
+from diffcluster.router.http import cluster, errors, images, videos
+from diffcluster.router.http.schemas import EditRequest, ImageRequest, ImageResponse, VideoRequest
+from diffcluster.router.http.uploads import Uploads
 
 if TYPE_CHECKING:
     from litestar.types import Message, Scope
@@ -33,15 +34,31 @@ _HANDLERS: Final = (
     cluster.metrics,
     cluster.cluster,
     cluster.request_status,
+    videos.video,
+    videos.content,
+    videos.remove,
 )
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 
 
 def make_app(server: DiffusionServer, config: RouterConfig) -> Litestar:
     """Routes, errors and the OpenAPI document (at /schema, for people at /schema/swagger)."""
+    maker = videos.VideoMaker(server, config)
+    state = {
+        "server": server,
+        "config": config,
+        "watched": {},
+        "videos": maker,
+        "uploads": Uploads(config.max_input_bytes, config.max_upload_bytes),
+    }
+    # All methods of one path belong to one router.
+    with_pictures = Router(
+        "/", route_handlers=[images.edits, videos.create, videos.listed], request_max_body_size=config.max_upload_bytes
+    )
     return Litestar(
-        _HANDLERS,
-        state=State({"server": server, "config": config, "watched": {}}),
+        [*_HANDLERS, with_pictures],
+        state=State(state),
+        on_shutdown=[maker.stop],
         before_request=_name_request,
         before_send=[_say_request_id],
         exception_handlers={
@@ -53,10 +70,10 @@ def make_app(server: DiffusionServer, config: RouterConfig) -> Litestar:
         openapi_config=OpenAPIConfig(
             title="diffcluster",
             version=__version__,
-            description="Pictures from a cluster of encoders, denoisers and decoders. OpenAI's Images API.",
+            description="Pictures and videos from a cluster of encoders, denoisers and decoders. OpenAI's API.",
             use_handler_docstrings=True,
         ),
-        signature_types=[ImageRequest, ImageResponse],
+        signature_types=[ImageRequest, ImageResponse, EditRequest, VideoRequest],
         logging_config=None,
     )
 

@@ -6,13 +6,14 @@ import asyncio
 import time
 from typing import Any, Final
 
+import msgspec
 from litestar import Request, Response, get
 
 from diffcluster import __version__
 from diffcluster.errors import ModelNotFoundError, NotFoundError
 from diffcluster.ids import Incarnation, RequestId
 from diffcluster.messages import ModelFacts
-from diffcluster.router.http.schemas import Model, ModelList
+from diffcluster.router.http.schemas import Model, ModelList, VideoModel
 from diffcluster.router.metrics import exposition
 from diffcluster.router.snapshot import Snapshot
 from diffcluster.router.state import Instance
@@ -34,12 +35,17 @@ def _model(facts: ModelFacts) -> Model:
         created=_STARTED,
         pipeline=facts.pipeline,
         revision=facts.revision,
+        tasks=facts.tasks,
         size=f"{facts.width}x{facts.height}",
         size_multiple=facts.size_multiple,
         max_pixels=facts.max_pixels,
         num_inference_steps=facts.num_inference_steps,
         max_inference_steps=facts.max_inference_steps,
         guidance_scale=facts.guidance_scale,
+        strength=facts.strength,
+        max_input_images=facts.max_input_images,
+        schedulers=facts.schedulers,
+        video=None if facts.video is None else VideoModel(**msgspec.structs.asdict(facts.video)),
         extra={argument.name: (argument.minimum, argument.maximum) for argument in facts.extras},
     )
 

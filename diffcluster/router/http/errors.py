@@ -8,7 +8,7 @@ from typing import Any, Final
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from diffcluster.errors import InvalidRequestError, RequestError
+from diffcluster.errors import RequestError
 
 __all__ = ["RETRY_AFTER_S", "error_response", "on_http_exception", "on_request_error", "on_unexpected"]
 
@@ -19,7 +19,7 @@ _HTTP_CODES: Final = {
     404: ("not_found", "there is nothing at {path}"),
     405: ("method_not_allowed", "{path} does not take {method}"),
     413: ("request_too_large", "the body is larger than this server reads"),
-    415: ("unsupported_media_type", "send the body as application/json"),
+    415: ("unsupported_media_type", "send the body as application/json, or multipart/form-data if it has pictures"),
 }
 
 
@@ -38,7 +38,7 @@ def error_response(
 
 def on_request_error(_: Request[Any, Any, Any], error: RequestError) -> Response[dict[str, Any]]:
     """Our own errors know how they look."""
-    retry = None if isinstance(error, InvalidRequestError) else error.should_retry
+    retry = None if error.status == 400 else error.should_retry
     return error_response(error.status, error.message, error.kind, error.code, error.param, retry=retry)
 
 

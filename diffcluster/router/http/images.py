@@ -1,70 +1,60 @@
-"""POST /v1/images/generations."""
+"""POST /v1/images/generations and /v1/images/edits."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import secrets
-import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from litestar import Request, Response, post
 from litestar.exceptions import HTTPException
 from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
-from litestar.response import ServerSentEvent, ServerSentEventMessage
 
-from diffcluster.errors import NoInstanceError, RequestError
-from diffcluster.ids import RequestId
-from diffcluster.messages import GenerationParameters
-from diffcluster.router.actions import StageRecord
-from diffcluster.router.http.schemas import Image, ImageRequest, ImageResponse
-from diffcluster.router.http.validate import choose_model, deadline, image_parameters, parse
-from diffcluster.router.http.watch import until_disconnected
-from diffcluster.router.server import DiffusionServer, Result
+from diffcluster.router.http.batch import answer, draw_seed, model_of
+from diffcluster.router.http.schemas import EditRequest, ImageRequest
+from diffcluster.router.http.tasks import check_count, edit_parameters, edit_task, image_parameters
+from diffcluster.router.http.uploads import content_type, read_edit
+from diffcluster.router.http.validate import parse
 
-__all__ = ["generations"]
-
-_SEED_BITS: Final = 2**32
+__all__ = ["described", "edits", "generations"]
 
 
 @dataclass
 class _BodySchema(Schema):
-    """What msgspec says of `ImageRequest`, as it is."""
+    """What msgspec says of a struct, as it is."""
+
+    kind: type[msgspec.Struct] = msgspec.Struct
 
     def to_schema(self) -> dict[str, Any]:
-        _, components = msgspec.json.schema_components([ImageRequest])
-        schema: dict[str, Any] = components["ImageRequest"]
+        _, components = msgspec.json.schema_components([self.kind])
+        schema: dict[str, Any] = components[self.kind.__name__]
         return schema
 
 
-@dataclass
-class _Described(Operation):
+def described(kind: type[msgspec.Struct], *media_types: str) -> type[Operation]:
     """The operation as it stands in the OpenAPI document: its body is read by us, so it must be told."""
 
-    def __post_init__(self) -> None:
-        content = OpenAPIMediaType(schema=_BodySchema())
-        self.request_body = RequestBody(content={"application/json": content}, required=True)
+    @dataclass
+    class Described(Operation):
+        def __post_init__(self) -> None:
+            content = OpenAPIMediaType(schema=_BodySchema(kind=kind))
+            self.request_body = RequestBody(content=dict.fromkeys(media_types, content), required=True)
+
+    return Described
 
 
-@post("/v1/images/generations", status_code=200, operation_class=_Described, tags=["images"])
+@post(
+    "/v1/images/generations",
+    status_code=200,
+    operation_class=described(ImageRequest, "application/json"),
+    tags=["images"],
+)
 async def generations(request: Request[Any, Any, Any]) -> Response[Any]:
     """Make pictures from a prompt."""
-    app = request.app.state
     body = parse(await _json_body(request), ImageRequest)
-    server: DiffusionServer = app.server
-    if not server.models:
-        raise NoInstanceError("no role has registered yet")
-    facts = choose_model(body.model, server.models)
-    parameters = image_parameters(body, facts, app.config, lambda n: secrets.randbelow(_SEED_BITS - n))
-    batch = _Batch(server, parameters, deadline(body.deadline_s, app.config), app.watched, request.state.request_id)
-    as_url = body.response_format == "url"
-    if body.stream:
-        return ServerSentEvent(_events(batch, as_url))
-    results = await until_disconnected(request, batch.results(), batch.cancel)
-    return Response(_response(batch, results, as_url), media_type="application/json")
+    facts = model_of(request, body.model)
+    parameters = image_parameters(body, facts, request.app.state.config, draw_seed)
+    return await answer(request, body, parameters, (), "image_generation")
 
 
 async def _json_body(request: Request[Any, Any, Any]) -> bytes:
@@ -74,91 +64,23 @@ async def _json_body(request: Request[Any, Any, Any]) -> bytes:
     return await request.body()
 
 
-@dataclass
-class _Batch:
-    """The pictures of one HTTP request. If one fails, the others are given up, and the client gets that error."""
-
-    server: DiffusionServer
-    parameters: list[GenerationParameters]
-    deadline_s: float
-    watched: dict[str, list[RequestId]]
-    client_id: str
-    ids: list[RequestId] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
-
-    async def results(self) -> list[Result]:
-        """All of them, in order."""
-        futures = []
-        try:
-            for parameters in self.parameters:
-                request_id, future = self.server.submit(parameters, self.deadline_s)
-                self.ids.append(request_id)
-                futures.append(asyncio.wrap_future(future))
-            self.watched[self.client_id] = self.ids
-            return list(await asyncio.gather(*futures))
-        except BaseException:
-            self.cancel("another picture of the same request failed")
-            await asyncio.gather(*futures, return_exceptions=True)
-            raise
-        finally:
-            if self.watched.get(self.client_id) is self.ids:  # not those of another request with the same id
-                del self.watched[self.client_id]
-
-    def cancel(self, reason: str) -> None:
-        """Give up all that have not ended."""
-        for request_id in self.ids:
-            self.server.cancel(request_id, reason)
-
-
-def _response(batch: _Batch, results: list[Result], as_url: bool) -> ImageResponse:
-    first = batch.parameters[0]
-    return ImageResponse(
-        created=int(time.time()),
-        data=[_image(result, parameters, as_url) for result, parameters in zip(results, batch.parameters, strict=True)],
-        model=first.model,
-        size=f"{first.width}x{first.height}",
-        output_format=first.output_format,
-        seed=first.seed,
-        timings={"total_s": time.monotonic() - batch.started},
-    )
-
-
-def _image(result: Result, parameters: GenerationParameters, as_url: bool) -> Image:
-    media_type, content = result.files[0]
-    text = base64.b64encode(content).decode("ascii")
-    timings: dict[str, Any] = {"total_s": result.total_s}
-    timings |= {stage.role: _timing(stage) for stage in result.stages}
-    if as_url:
-        return Image(url=f"data:{media_type};base64,{text}", seed=parameters.seed, timings=timings)
-    return Image(b64_json=text, seed=parameters.seed, timings=timings)
-
-
-def _timing(stage: StageRecord) -> dict[str, Any]:
-    values: dict[str, Any] = msgspec.to_builtins(stage)
-    del values["role"]
-    return values
-
-
-async def _events(batch: _Batch, as_url: bool) -> AsyncIterator[ServerSentEventMessage]:
-    """OpenAI's streaming form. After the headers an error can only be an event."""
-    try:
-        results = await batch.results()
-    except RequestError as error:
-        body = {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
-        yield ServerSentEventMessage(event="error", data=msgspec.json.encode(body).decode())
-        return
-    response = _response(batch, results, as_url)
-    for image in response.data:
-        data: dict[str, Any] = {
-            "type": "image_generation.completed",
-            "created_at": response.created,
-            "size": response.size,
-            "quality": "auto",
-            "background": "opaque",
-            "output_format": response.output_format,
-            "usage": {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0,
-                      "input_tokens_details": {"image_tokens": 0, "text_tokens": 0}},
-        }  # fmt: skip
-        data |= msgspec.to_builtins(image)
-        yield ServerSentEventMessage(event="image_generation.completed", data=msgspec.json.encode(data).decode())
-    yield ServerSentEventMessage(data="[DONE]")
+@post(
+    "/v1/images/edits",
+    status_code=200,
+    operation_class=described(EditRequest, "application/json", "multipart/form-data"),
+    tags=["images"],
+)
+async def edits(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Make pictures from a picture and a prompt; with a mask, only where it says so."""
+    app = request.app.state
+    kind = content_type(request)
+    with app.uploads.reading(request):
+        upload = await app.uploads.on_thread(read_edit, kind, await request.body())
+        facts = model_of(request, upload.body.model)
+        task = edit_task(facts, mask=upload.mask is not None)
+        check_count(upload.param, len(upload.images), facts)
+        pictures = await app.uploads.on_thread(upload.pictures, app.config.max_input_pixels)
+    body = upload.body
+    parameters = edit_parameters(body, facts, app.config, task, [picture.info for picture in pictures], draw_seed)
+    del upload  # what the client sent is not needed any more
+    return await answer(request, body, parameters, tuple(picture.content for picture in pictures), "image_edit")

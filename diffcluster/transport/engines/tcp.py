@@ -17,7 +17,7 @@ import numpy.typing as npt
 from diffcluster.errors import TransferError
 from diffcluster.messages import EngineKind, Session, SlotAddress
 from diffcluster.transport.arena import Arena
-from diffcluster.transport.engines.base import CHUNK, NEVER, EngineOptions
+from diffcluster.transport.engines.base import NEVER, EngineOptions
 from diffcluster.transport.engines.tcp_receiver import (
     ECHO,
     ECHO_BYTES,
@@ -28,9 +28,13 @@ from diffcluster.transport.engines.tcp_receiver import (
     TcpReceiver,
     tune,
 )
-from diffcluster.transport.engines.waiting import Limit
+from diffcluster.transport.engines.waiting import Connection, Limit
 
-__all__ = ["TcpReceiver", "TcpSender", "open_receiver", "open_sender"]
+__all__ = ["SEND_BYTES", "TcpReceiver", "TcpSender", "open_receiver", "open_sender"]
+
+SEND_BYTES: Final = 16 << 20
+"""Bytes sent between two looks at whether the peer refuses. A call that sends them comes back once it has waited for a
+slice in all, however little was sent; so neither the deadline nor an abort needs them to be fewer."""
 
 _RESET_ON_CLOSE: Final = struct.pack("@ii", 1, 0)
 
@@ -51,7 +55,7 @@ class TcpSender:
     kind: EngineKind = "tcp"
 
     def __init__(self) -> None:
-        self._connections: dict[str, socket.socket] = {}
+        self._connections: dict[str, Connection] = {}
         self._busy = threading.Lock()
         self._stopping = threading.Event()
 
@@ -75,7 +79,7 @@ class TcpSender:
             connection = self._connection(session.address, limit)
             problem = ""
             try:
-                answer = _send(connection, header, source, limit)
+                answer = _send(connection, header, source.data, limit)
             except OSError as error:
                 # A receiver that refuses may have closed its end while we were sending; its answer came all the same.
                 answer, problem = _pending(connection) or b"", str(error)
@@ -94,16 +98,17 @@ class TcpSender:
             for address in list(self._connections):
                 self._drop(address)
 
-    def _connection(self, address: str, limit: Limit) -> socket.socket:
+    def _connection(self, address: str, limit: Limit) -> Connection:
+        known = self._connections.get(address)
+        if known is not None and not known.poll(0):
+            return known
         # A receiver that was started again has another address: whatever was closed goes, not only what is needed now.
-        for closed in [known for known, connection in self._connections.items() if _pending(connection) is not None]:
+        for closed in [other for other, connection in self._connections.items() if _pending(connection) is not None]:
             self._drop(closed)
-        connection = self._connections.get(address)
-        if connection is None:
-            try:
-                connection = self._connections[address] = _connect(address, limit)
-            except (OSError, ValueError) as error:
-                raise TransferError(f"cannot connect to {address}: {error}", settled=True) from error
+        try:
+            connection = self._connections[address] = _connect(address, limit)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"cannot connect to {address}: {error}", settled=True) from error
         return connection
 
     def _drop(self, address: str) -> None:
@@ -113,13 +118,13 @@ class TcpSender:
         connection.close()
 
 
-def _connect(address: str, limit: Limit) -> socket.socket:
+def _connect(address: str, limit: Limit) -> Connection:
     """A connection to a receiver that has proved what it is; raises OSError or ValueError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     failure = OSError("no such host")
     for family, kind, protocol, _, place in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM):
-        connection = socket.socket(family, kind, protocol)
+        connection = Connection(family, kind, protocol)
         try:
             tune(connection)
             limit.connect(connection, place)
@@ -140,22 +145,22 @@ def _prove(connection: socket.socket, limit: Limit) -> None:
         raise ConnectionError("what answers there is no receiver")
 
 
-def _send(connection: socket.socket, header: bytes, source: npt.NDArray[np.uint8], limit: Limit) -> bytes:
+def _send(connection: Connection, header: bytes, content: memoryview, limit: Limit) -> bytes:
     """Send a write; returns the answer, empty if the peer closed."""
-    limit.send(connection, memoryview(header), source[:CHUNK].data)
-    for start in range(CHUNK, source.nbytes, CHUNK):
+    limit.send(connection, header, content[:SEND_BYTES])
+    for start in range(SEND_BYTES, len(content), SEND_BYTES):
         answer = _pending(connection)
         if answer is not None:
             return answer if answer == REJECTED else b""
-        limit.send(connection, source[start : start + CHUNK].data)
+        limit.send(connection, content[start : start + SEND_BYTES])
     return limit.receive(connection, 1)
 
 
-def _pending(connection: socket.socket) -> bytes | None:
+def _pending(connection: Connection) -> bytes | None:
     """What has come without being waited for: None if nothing, empty if the peer has closed."""
+    if not connection.poll(0):
+        return None
     try:
         return connection.recv(1, socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return None
     except OSError:
         return b""

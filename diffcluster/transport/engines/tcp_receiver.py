@@ -23,7 +23,7 @@ from diffcluster.errors import AddressInUseError
 from diffcluster.ids import LeaseId
 from diffcluster.messages import EngineKind, Session, SlotAddress
 from diffcluster.transport.arena import Arena
-from diffcluster.transport.engines.base import CHUNK, EngineOptions
+from diffcluster.transport.engines.base import EngineOptions
 from diffcluster.transport.engines.waiting import Limit, set_timeout
 
 __all__ = ["ECHO", "ECHO_BYTES", "HEADER", "REJECTED", "WRITE", "WRITTEN", "TcpReceiver", "tune"]
@@ -47,11 +47,18 @@ _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.T
 _log = logging.getLogger(__name__)
 
 
-class _Writing:
-    """A write that is under way. `closed`: its window was closed meanwhile."""
+class _Window:
+    """A slot that takes one write. What the write will need is looked up when it opens, ahead of the bytes.
 
-    def __init__(self, slot: SlotAddress, connection: socket.socket) -> None:
-        self.slot, self.connection = slot, connection
+    `connection` is that of the write which is under way. `closed`: the window was closed meanwhile.
+    """
+
+    __slots__ = ("closed", "connection", "target", "token")
+
+    def __init__(self, slot: SlotAddress, arena: Arena) -> None:
+        self.token = bytes.fromhex(slot.token)
+        self.target = arena.view(slot.offset, slot.nbytes).data
+        self.connection: socket.socket | None = None
         self.closed = False
 
 
@@ -71,8 +78,8 @@ class TcpReceiver:
         self._lock = threading.Lock()
         self._let_go = threading.Condition(self._lock)
         self._echo_lock = threading.Lock()
-        self._windows: dict[LeaseId, SlotAddress] = {}
-        self._writing: dict[LeaseId, _Writing] = {}
+        self._windows: dict[int, _Window] = {}  # by lease
+        self._writing: dict[int, _Window] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._stopping = False
         self._pause = threading.Event()  # never set: a way to wait
@@ -86,15 +93,16 @@ class TcpReceiver:
 
     def open(self, slot: SlotAddress) -> None:
         """Let one write with `slot.token` in."""
+        window = _Window(slot, self._arena)
         with self._lock:
-            self._windows[slot.lease] = slot
+            self._windows[slot.lease] = window
 
     def close(self, slot: SlotAddress) -> None:
         """Let none in, and end the one that is under way."""
         with self._lock:
             self._windows.pop(slot.lease, None)
             writing = self._writing.get(slot.lease)
-            if writing is not None:
+            if writing is not None and writing.connection is not None:
                 writing.closed = True
                 _shut(writing.connection)
                 self._let_go.wait_for(lambda: slot.lease not in self._writing, _LET_GO_S)
@@ -108,6 +116,7 @@ class TcpReceiver:
         """Close all connections and end all threads."""
         with self._lock:
             self._stopping = True
+            self._windows.clear()
             threads = list(self._connections.values())
             for connection in self._connections:
                 _shut(connection)
@@ -146,31 +155,31 @@ class TcpReceiver:
             with connection:
                 tune(connection)
                 set_timeout(connection, self._options.timeout_s)
-                while self._serve_one(connection):
-                    _await(connection)
+                header = memoryview(bytearray(HEADER.size))
+                there = _read(connection, header)
+                while there and self._serve_one(connection, header):
+                    there = _read_next(connection, header)
         except OSError as error:
             _log.debug("tcp engine: a peer's connection ended: %s", error)
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
 
-    def _serve_one(self, connection: socket.socket) -> bool:
-        header = bytearray(HEADER.size)
-        if not _read(connection, memoryview(header)):
-            return False
+    def _serve_one(self, connection: socket.socket, header: memoryview) -> bool:
         magic, token, lease, nbytes = HEADER.unpack(header)
         if magic == ECHO and nbytes <= ECHO_BYTES:
             return self._echo(connection, nbytes)
-        writing = self._claim(connection, magic, token, LeaseId(lease), nbytes)
+        writing = self._claim(connection, magic, token, lease, nbytes)
         if writing is None:
             _reject(connection)
             return False
         try:
-            complete = _read(connection, self._arena.view(writing.slot.offset, nbytes).data)
+            complete = _read(connection, writing.target[:nbytes])
         finally:
-            with self._let_go:
-                del self._writing[writing.slot.lease]
-                self._let_go.notify_all()
+            with self._lock:
+                del self._writing[lease]
+                if writing.closed:  # else nobody waits for it
+                    self._let_go.notify_all()
         # The answer is promised to the sender only while the window is still open.
         if complete and not writing.closed:
             connection.sendall(WRITTEN)
@@ -187,18 +196,17 @@ class TcpReceiver:
         connection.sendall(echo)
         return complete
 
-    def _claim(
-        self, connection: socket.socket, magic: bytes, token: bytes, lease: LeaseId, nbytes: int
-    ) -> _Writing | None:
+    def _claim(self, connection: socket.socket, magic: bytes, token: bytes, lease: int, nbytes: int) -> _Window | None:
         with self._lock:
-            slot = self._windows.get(lease)
-            if magic != WRITE or slot is None or self._stopping or nbytes > slot.nbytes:
+            window = self._windows.get(lease)
+            if magic != WRITE or window is None or nbytes > len(window.target):
                 return None
-            if not hmac.compare_digest(bytes.fromhex(slot.token), token):
+            if not hmac.compare_digest(window.token, token):
                 return None
             del self._windows[lease]
-            writing = self._writing[lease] = _Writing(slot, connection)
-            return writing
+            window.connection = connection
+            self._writing[lease] = window
+            return window
 
 
 def tune(connection: socket.socket) -> None:
@@ -209,20 +217,22 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _await(connection: socket.socket) -> None:
-    """Return when there is something to read: between transfers a connection may be idle for ever."""
+def _read_next(connection: socket.socket, target: memoryview) -> bool:
+    """As `_read`, but the first byte may be long in coming: between transfers a connection may be idle for ever."""
     while True:
-        with contextlib.suppress(BlockingIOError):
-            connection.recv(1, socket.MSG_PEEK)
-            return
+        try:
+            count = connection.recv_into(target, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            continue
+        return count > 0 and _read(connection, target[count:])
 
 
 def _read(connection: socket.socket, target: memoryview) -> bool:
     """Fill `target`; False if the peer closed first."""
     filled = 0
     while filled < len(target):
-        # In pieces, so that a time-out is one of silence and not of the whole transfer.
-        count = connection.recv_into(target[filled : filled + CHUNK], 0, socket.MSG_WAITALL)
+        # The kernel bounds what one call waits altogether, and gives what has come by then; only silence is an error.
+        count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
         if count == 0:
             return False
         filled += count

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 import threading
 import time
 from typing import Any, Final
 
-__all__ = ["SLICE_S", "Limit", "set_timeout"]
+__all__ = ["SLICE_S", "Connection", "Limit", "set_timeout"]
 
 SLICE_S: Final = 0.1
 """How long a call may wait before the deadline and the aborts are looked at again."""
@@ -24,26 +25,44 @@ _WAITING: Final = frozenset({errno.EAGAIN, errno.EINPROGRESS, errno.EALREADY})
 _LEAST_US: Final = 1000  # none at all would mean: wait for ever
 
 
+class Connection(socket.socket):
+    """A socket for many transfers, which keeps what each would have to tell or ask the kernel again."""
+
+    wait_s = 0.0
+    """What its calls wait at most, as `set_timeout` has it; 0 is for ever."""
+
+    def __init__(self, *family_kind_protocol: int) -> None:
+        super().__init__(*family_kind_protocol)
+        poller = select.poll()
+        poller.register(self.fileno(), select.POLLIN)
+        self.poll = poller.poll
+        """With 0: true if a call to receive would not wait, because something has come or the peer has closed."""
+
+
 def set_timeout(connection: socket.socket, seconds: float) -> None:
-    """Bound each single wait of a blocking socket; a call that moved nothing in that time raises BlockingIOError."""
+    """Bound what a call of a blocking socket waits; one that moved nothing in that time raises BlockingIOError."""
     value = _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), _LEAST_US), 1_000_000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    if isinstance(connection, Connection):
+        connection.wait_s = seconds
 
 
 class Limit:
     """What ends a transfer early: its deadline, or one of the `aborts`. Its methods then raise TimeoutError."""
 
+    __slots__ = ("_aborts", "_deadline", "_timeout_s")
+
     def __init__(self, timeout_s: float, *aborts: threading.Event) -> None:
         self._timeout_s, self._aborts = timeout_s, aborts
         self._deadline = time.monotonic() + timeout_s
-        self._sliced: socket.socket | None = None  # the connection whose calls wait for a whole slice
 
     def remaining(self) -> float:
         """Seconds that are left, more than none."""
+        for abort in self._aborts:
+            if abort.is_set():
+                raise TimeoutError("given up")
         remaining = self._deadline - time.monotonic()
-        if any(abort.is_set() for abort in self._aborts):
-            raise TimeoutError("given up")
         if remaining <= 0:
             raise TimeoutError(f"not done after {self._timeout_s:g} s")
         return remaining
@@ -55,11 +74,11 @@ class Limit:
 
     def set_on(self, connection: socket.socket) -> None:
         """Let the next call on `connection` wait for no longer than a slice."""
-        remaining = self.remaining()
-        if remaining >= SLICE_S and self._sliced is connection:
-            return
-        set_timeout(connection, min(remaining, SLICE_S))
-        self._sliced = connection if remaining >= SLICE_S else None
+        wait_s = self.remaining()
+        if wait_s > SLICE_S:
+            wait_s = SLICE_S
+        if getattr(connection, "wait_s", 0.0) != wait_s:
+            set_timeout(connection, wait_s)
 
     def connect(self, connection: socket.socket, address: Any) -> None:
         """Connect; raises OSError, which TimeoutError is, too."""
@@ -72,9 +91,9 @@ class Limit:
             if code not in _WAITING:
                 raise OSError(code, os.strerror(code))
 
-    def send(self, connection: socket.socket, *parts: memoryview) -> None:
+    def send(self, connection: socket.socket, *parts: bytes | memoryview) -> None:
         """Send all of `parts`, in as few calls as it takes."""
-        left = [part for part in parts if len(part)]
+        left = list(parts)
         while left:
             self.set_on(connection)
             try:
