@@ -94,7 +94,7 @@ def choose(candidates: Sequence[Candidate], policy: Policy, costs: Costs, now: f
             if reason == "max_size":
                 break
     wait_until = leader.waits_since + policy.delay_s
-    if policy.delay_s and not reasons and not leader.signature.alone and running == len(batch) < policy.max_size:
+    if policy.delay_s and not leader.signature.alone and running == len(batch) < policy.max_size:
         if now < wait_until:
             return Decision((), (), wait_until)
         reasons.append("delay")

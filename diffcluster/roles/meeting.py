@@ -51,10 +51,13 @@ class Fiber:
         self._arrived(self._greenlet.throw(error))
 
     def _arrived(self, value: Any) -> None:
-        if self._greenlet.dead:
-            self.call, self.result = None, value
-        else:
+        if not self._greenlet.dead:
             self.call = value
+            return
+        self.call = None
+        if isinstance(value, greenlet.GreenletExit):  # which greenlets return instead of raising it
+            raise value
+        self.result = value
 
 
 class _Parked(greenlet.greenlet):

@@ -23,6 +23,7 @@ from diffcluster.roles.control import Control
 from diffcluster.roles.device import Device, compute_threads, open_device
 from diffcluster.roles.exactness import is_demanded
 from diffcluster.roles.machine import RoleMachine
+from diffcluster.roles.media import check_video_support
 from diffcluster.roles.pipelines import Target, load
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
 from diffcluster.roles.pipelines.tuning import keep_compiled
@@ -49,6 +50,7 @@ ReceiveArena = Arena | DeviceArena
 _log = logging.getLogger(__name__)
 _RECEIVES: Final[frozenset[Role]] = frozenset({"denoiser", "decoder"})
 _SENDS: Final[frozenset[Role]] = frozenset({"encoder", "denoiser"})
+_MAKES_FILES: Final[frozenset[Role]] = frozenset({"decoder", "monolithic"})
 _ENGINES: Final[dict[str, tuple[EngineKind, ...]]] = {
     "auto": ("shm", "tcp"),
     "shm": ("shm",),
@@ -70,6 +72,8 @@ def run(role: Role, config: RoleConfig) -> int:
     directory = ModelDirectory(find_model(config.model), config.model_id)
     _log.info("%s of %s on %s in %s", role, directory.path, device.torch_device, str(dtype).removeprefix("torch."))
     stage = STAGES[role](load(directory, Target(role, device.torch_device, dtype, config)))
+    if stage.facts.video is not None and role in _MAKES_FILES:
+        check_video_support()
     return serve(role, config, stage, device, dtype)
 
 

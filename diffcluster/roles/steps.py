@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from diffcluster.roles.batching import Decision
+from diffcluster.roles.batching import Decision, Signature
 from diffcluster.roles.costs import CostModel
 from diffcluster.roles.exactness import FewRowsApart, same_bits
 from diffcluster.roles.joining import Call, join, split
@@ -34,7 +34,7 @@ class StepMaker:
 
     def __init__(self, device: Device, *, exact: bool = False) -> None:
         self._device, self._exact = device, exact
-        self._timed: list[tuple[Call, int, Stopwatch]] = []
+        self._timed: list[tuple[Signature, int, Stopwatch]] = []
         self.costs = CostModel()
         self._totals: Counter[str] = Counter()
         self.totals: Mapping[str, int] = {}
@@ -73,24 +73,36 @@ class StepMaker:
         if self._exact and not self.costs.is_exact(calls[0].signature, calls[0].samples, len(calls)):
             self._make_both(calls)
             return
-        try:
-            answers = self._joined(calls)
-        except OUT_OF_MEMORY as error:
-            self._note_too_large(calls, error)
-        except BaseException as error:  # noqa: BLE001 - whose it is shows when each is made alone
-            self._make_each(calls, error)
-        else:
+        answers = self._joined(calls)
+        if isinstance(answers, BaseException):
+            self._make_each(calls, answers)
+        elif answers is not None:
             for call, answer in zip(calls, answers, strict=True):
                 call.set_answer(answer)
 
-    def _joined(self, calls: Sequence[Call]) -> list[Any]:
+    def _joined(self, calls: Sequence[Call]) -> list[Any] | BaseException | None:
+        """The answer of each; None if they are too large as one, the error if they could not be made as one."""
+        try:
+            return self._make_as_one(calls)
+        except OUT_OF_MEMORY as error:
+            reason = str(error)
+        except BaseException as error:  # noqa: BLE001 - whose it is shows when each is made alone
+            return error
+        # Out here nothing holds the frames of the call that failed, nor what they had allocated.
+        samples = sum(call.samples for call in calls)
+        _log.warning("%d samples at once are too many for %s: %s", samples, calls[0].module, reason)
+        self.costs.too_large(calls[0].signature, samples // 2 + 1)
+        self._device.free_unused()
+        return None
+
+    def _make_as_one(self, calls: Sequence[Call]) -> list[Any]:
         sizes = [call.samples for call in calls]
         args, kwargs = join(calls)
         watch = self._device.stopwatch()
         with FewRowsApart(sizes) if self._exact else contextlib.nullcontext():
             output = calls[0].function(*args, **kwargs)
         watch.stop()
-        self._timed.append((calls[0], sum(sizes), watch))
+        self._timed.append((calls[0].signature, sum(sizes), watch))
         return split(output, sizes)
 
     def _make_both(self, calls: Sequence[Call]) -> None:
@@ -99,30 +111,22 @@ class StepMaker:
             self._make_alone(call)
         if any(call.error for call in calls):
             return
-        signature, samples = calls[0].signature, calls[0].samples
-        try:
-            answers = self._joined(calls)
+        answers = self._joined(calls)
+        if isinstance(answers, BaseException):
+            self._do_not_join(calls, answers)
+        elif answers is not None:
             equal = all(same_bits(call.answer, answer) for call, answer in zip(calls, answers, strict=True))
-        except OUT_OF_MEMORY as error:
-            self._note_too_large(calls, error)
-        except BaseException as error:  # noqa: BLE001 - all have their answers; joining is not tried again
-            _log.warning("%d calls of %s cannot be made as one", len(calls), signature.module, exc_info=error)
-            self.costs.too_large(signature, samples + 1)
-        else:
-            self.costs.compared(signature, samples, len(calls), equal=equal)
-
-    def _note_too_large(self, calls: Sequence[Call], error: BaseException) -> None:
-        samples = sum(call.samples for call in calls)
-        _log.warning("%d samples at once are too many for %s: %s", samples, calls[0].module, error)
-        self.costs.too_large(calls[0].signature, samples)
-        self._device.free_unused()
+            self.costs.compared(calls[0].signature, calls[0].samples, len(calls), equal=equal)
 
     def _make_each(self, calls: Sequence[Call], error: BaseException) -> None:
-        _log.warning("%d calls of %s failed as one, each is made alone", len(calls), calls[0].module, exc_info=error)
         for call in calls:
             self._make_alone(call)
         if not any(call.error for call in calls):  # none fails by itself: it is the joining that does not work
-            self.costs.too_large(calls[0].signature, calls[0].samples + 1)
+            self._do_not_join(calls, error)
+
+    def _do_not_join(self, calls: Sequence[Call], error: BaseException) -> None:
+        _log.warning("%d calls of %s cannot be made as one", len(calls), calls[0].module, exc_info=error)
+        self.costs.too_large(calls[0].signature, min(call.samples for call in calls) + 1)
 
     def _make_alone(self, call: Call) -> None:
         try:
@@ -130,20 +134,21 @@ class StepMaker:
             answer = call.function(*call.args, **call.kwargs)
             watch.stop()
         except BaseException as error:  # noqa: BLE001 - it is raised in the request that made the call
-            if isinstance(error, OUT_OF_MEMORY):
-                self._device.free_unused()
             call.set_error(error)
         else:
-            self._timed.append((call, call.samples, watch))
+            self._timed.append((call.signature, call.samples, watch))
             call.set_answer(answer)
+        if isinstance(call.error, OUT_OF_MEMORY):
+            call.error.__traceback__ = None  # it holds the frames of the call, and what they had allocated
+            self._device.free_unused()
 
     def _learn(self) -> None:
         """Take the times of calls that the device has finished by now."""
         waiting = []
-        for call, samples, watch in self._timed:
+        for signature, samples, watch in self._timed:
             seconds = watch.seconds()
             if seconds is None:
-                waiting.append((call, samples, watch))
+                waiting.append((signature, samples, watch))
             else:
-                self.costs.observe(call.signature, samples, seconds)
+                self.costs.observe(signature, samples, seconds)
         self._timed = waiting

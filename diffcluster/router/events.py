@@ -36,10 +36,11 @@ class Announced(Struct, frozen=True):
 
 
 class Gone(Struct, frozen=True):
-    """An instance cannot be reached any more."""
+    """An instance cannot be reached any more. `full`: it is connected, and takes nothing: no fault of its requests."""
 
     instance: Incarnation
     now: float
+    full: bool = False
 
 
 class GivenUp(Struct, frozen=True):

@@ -73,7 +73,7 @@ class RouterMachine(Dispatch):
             case events.Announced():
                 self.count_heard(event.sender)
             case events.Gone():
-                self.lose(event.instance, "cannot be reached")
+                self.lose(event.instance, "cannot be reached", blame=not event.full)
             case events.GivenUp():
                 self.fail(event.request_id, "cancelled", event.reason)
             case events.Tick():

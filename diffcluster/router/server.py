@@ -80,7 +80,7 @@ class DiffusionServer:
         self._files = Files(config.max_input_bytes, lambda to, *piece: self._link.send_piece(to.encode(), *piece))
         self._ended: OrderedDict[RequestId, Ended] = OrderedDict()
         self._totals = Totals()
-        self._unreachable: list[Incarnation] = []
+        self._unreachable: list[tuple[Incarnation, bool]] = []
         self._told: Counter[bytes] = Counter()
         self.models: Mapping[str, ModelFacts] = {}
         """Replaced, never changed: any thread may read it."""
@@ -253,7 +253,8 @@ class DiffusionServer:
     def _step(self, event: events.Event) -> None:
         self._perform(self._machine.step(event))
         while self._unreachable:
-            self._perform(self._machine.step(events.Gone(self._unreachable.pop(), time.monotonic())))
+            lost, full = self._unreachable.pop()
+            self._perform(self._machine.step(events.Gone(lost, time.monotonic(), full)))
 
     def _perform(self, todo: list[actions.Action]) -> None:
         for action in todo:
@@ -276,8 +277,9 @@ class DiffusionServer:
     def _send(self, action: actions.Send) -> None:
         if isinstance(action.message, Submit):
             self._files.submit(action.to, action.message)
-        if not self._link.send(action.to.encode(), action.message):
-            self._unreachable.append(action.to)
+        sent = self._link.send(action.to.encode(), action.message)
+        if sent != "sent":
+            self._unreachable.append((action.to, sent == "full"))
 
     def _finish(self, action: actions.Finish) -> None:
         files = self._files.take(action.instance, (action.request_id, action.attempt))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 import zmq
 
@@ -29,6 +29,10 @@ _MAX_FRAMES_A_TURN: Final = 500
 _HIGH_WATER: Final = 20_000
 _PIECES_HIGH_WATER: Final = 64
 """Pieces that wait in a socket on their way to a role; what is more waits at the router, where it lies anyway."""
+
+
+Sent = Literal["sent", "gone", "full"]
+"""What became of a message."""
 
 
 class _Owner:
@@ -110,23 +114,23 @@ class RouterLink:
         self._owner.check()
         return _receive(self._bulk)
 
-    def send(self, to: bytes, message: RouterToRole) -> bool:
-        """False if the peer is not connected, or takes nothing any more."""
+    def send(self, to: bytes, message: RouterToRole) -> Sent:
+        """`gone` if the peer is not connected, `full` if it takes nothing any more."""
         return self._sent(self._control, [to, encode(message)])
 
     def send_piece(self, to: bytes, head: BulkPiece, data: bytes) -> bool:
         """Send a piece of a client's picture. False if the peer's bulk link is not there, or takes no more just now."""
-        return self._sent(self._bulk, [to, encode(head), data])
+        return self._sent(self._bulk, [to, encode(head), data]) == "sent"
 
-    def _sent(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
+    def _sent(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> Sent:
         self._owner.check()
         try:
             socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
+                return "full" if error.errno == zmq.EAGAIN else "gone"
             raise
-        return True
+        return "sent"
 
     def close(self) -> None:
         """Close the sockets; what is unsent is dropped."""

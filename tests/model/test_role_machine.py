@@ -476,7 +476,7 @@ MUTANTS = {
     "a source that is still read is freed": ("_on_push_ended", "job.source_held or event.source_held", "False"),
     "a slot that is still written is freed": ("_on_window_closed", "if event.fenced:", "if True:"),
     "a loaded slot is kept": ("_on_loaded", "self.free_slot(job)", "pass"),
-    "two compute at a time": ("_advance", "if not self._is_busy():", "if True:"),
+    "two compute at a time": ("_may_compute", "ahead < self._concurrency", "True"),
     "nothing is loaded ahead": ("_advance_load", "ahead < _LOAD_AHEAD", "ahead < 0"),
 }
 SHORT = settings(

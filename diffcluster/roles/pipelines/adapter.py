@@ -18,10 +18,18 @@ from diffcluster.roles.pipelines import bundle
 from diffcluster.roles.pipelines.blanks import BlankTape, blank_latents
 from diffcluster.roles.pipelines.borders import Tape, recorded, replayed
 from diffcluster.roles.pipelines.bundle import Scalars, Tensors
-from diffcluster.roles.pipelines.calling import arguments, check_finite, checked, own_copy, pictures, until_handed_over
+from diffcluster.roles.pipelines.calling import (
+    INPAINT_CHANNELS,
+    arguments,
+    check_finite,
+    checked,
+    own_copy,
+    pictures,
+    until_handed_over,
+)
 from diffcluster.roles.pipelines.directory import ModelDirectory
 from diffcluster.roles.pipelines.facts import latent_bytes, model_facts
-from diffcluster.roles.pipelines.families import FAMILIES, Family, family_of
+from diffcluster.roles.pipelines.families import FAMILIES, Family, family_of, latent_channels
 from diffcluster.roles.pipelines.loading import Target, build, load_parts, weight_bytes
 from diffcluster.roles.stage import Task
 from diffcluster.roles.steps import OUT_OF_MEMORY
@@ -51,6 +59,15 @@ def load(directory: ModelDirectory, target: Target) -> PipelineAdapter:
     return PipelineAdapter(directory, family, target)
 
 
+def _can_do(task: TaskKind, pipeline: Any) -> bool:
+    """A UNet that was made for inpainting has channels for the mask, too; others take the latents alone."""
+    unet = getattr(pipeline, "unet", None)
+    if unet is None:
+        return True
+    channels, plain = int(unet.config.in_channels), latent_channels(pipeline)
+    return channels == plain or (task == "inpaint" and channels == INPAINT_CHANNELS)
+
+
 class PipelineAdapter:
     """One role's part of a model. Its calls may run in fibers, many at a time, on one thread."""
 
@@ -60,6 +77,7 @@ class PipelineAdapter:
         built = {name: build(name, parts, directory.options()) for name in dict.fromkeys(family.pipelines.values())}
         # The tasks of the class that the directory names come first: defaults are read from it.
         tasks = sorted(family.pipelines, key=lambda task: family.pipelines[task] != directory.pipeline)
+        tasks = [task for task in tasks if _can_do(task, built[family.pipelines[task]])]
         self._pipelines = {task: built[family.pipelines[task]] for task in tasks}
         self._any = self._pipelines[tasks[0]]
         self.facts = model_facts(directory, family, self._pipelines)

@@ -73,6 +73,8 @@ def unpack(tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, float | in
 def _pack(value: Any, path: str, tensors: Tensors) -> _Node:
     if isinstance(value, torch.Tensor):
         name = path or "value"
+        while name in tensors:  # a key may look like the path of something else
+            name += "~"
         tensors[name] = value
         return _Tensor(name)
     if isinstance(value, (list, tuple)):

@@ -7,10 +7,11 @@ import functools
 import inspect
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import diffusers
 import torch
+from diffusers.configuration_utils import FrozenDict
 from PIL import Image
 
 from diffcluster.errors import InvalidRequestError, NanOutputError, WorkerFailedError
@@ -19,12 +20,21 @@ from diffcluster.roles.pipelines.borders import HandOver
 from diffcluster.roles.pipelines.families import Family
 from diffcluster.roles.stage import Progressing
 
-__all__ = ["arguments", "check_finite", "checked", "own_copy", "pictures", "until_handed_over"]
+__all__ = ["INPAINT_CHANNELS", "arguments", "check_finite", "checked", "own_copy", "pictures", "until_handed_over"]
+
+
+INPAINT_CHANNELS: Final = 9
+"""Of UNets that take latents, a mask, and the latents of the masked picture."""
+_PLAIN_CHANNELS: Final = 4
 
 
 def own_copy(pipeline: Any, parameters: GenerationParameters, progress: Progressing | None = None) -> Any:
     """A pipeline of one request's own: the same components, but for the scheduler, which has a state."""
     own = copy.copy(pipeline)
+    if parameters.task == "inpaint" and hasattr(own, "unet") and own.unet.config.in_channels != INPAINT_CHANNELS:
+        # Pipelines blend outside of the mask for UNets of 4 channels, and refuse others, which could do as well.
+        own.unet = copy.copy(own.unet)
+        own.unet._internal_dict = FrozenDict({**own.unet.config, "in_channels": _PLAIN_CHANNELS})
     if parameters.scheduler in ("", type(pipeline.scheduler).__name__):
         own.scheduler = copy.deepcopy(pipeline.scheduler)
     else:
@@ -50,7 +60,6 @@ def arguments(
     masks = [image for image in images if image.mode == "L"]
     values: dict[str, Any] = {
         "prompt": parameters.prompt,
-        "negative_prompt": parameters.negative_prompt or None,
         "height": parameters.height,
         "width": parameters.width,
         "num_frames": parameters.num_frames,
@@ -66,6 +75,8 @@ def arguments(
         **family.fixed,
         **parameters.extra,
     }
+    if parameters.negative_prompt:  # else the pipeline's own default, which for some is no None
+        values["negative_prompt"] = parameters.negative_prompt
     return {name: value for name, value in values.items() if name in known}
 
 
