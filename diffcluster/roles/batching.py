@@ -6,7 +6,7 @@ calls that can be made together with the leader's come along, in the same order,
 as more samples are worth more time (`costs`). Every decision is counted under its reason:
 
     max_size          no more requests may compute together
-    cost              one more would have made the batch no faster for each of its samples
+    cost              one more would have taken as long as by itself, and the others would have waited for it
     memory            one more would not have fitted, as an earlier batch of that size did not
     inexact           so many together do not give each the same bits as alone (only if the policy demands it)
     incompatible:F    the next request's argument F differs
@@ -64,7 +64,7 @@ class Costs(Protocol):
         """False if that many did not fit before."""
 
     def worthwhile(self, signature: Signature, samples: int, more: int) -> bool:
-        """Whether `samples + more` together are faster for each sample than `samples`."""
+        """Whether `more` samples take less time if they come along with `samples` than apart."""
 
     def may_be_exact(self, signature: Signature, samples: int, calls: int) -> bool:
         """False if so many calls, each of `samples`, are known to give other bits than each alone."""

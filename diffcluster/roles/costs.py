@@ -10,7 +10,8 @@ __all__ = ["CostModel"]
 
 _NEWEST: float = 0.3
 """Weight of the newest measurement in the average."""
-_LEAST_GAIN: float = 0.01
+_LEAST_GAIN: float = 0.05
+"""Of the time that samples take apart: what they must save by coming along, since the others wait for them."""
 _LOOK_AGAIN: int = 200
 """A size that was found not worthwhile is tried again after so many refusals: the machine may be freer by now."""
 _REMEMBERED: int = 256
@@ -75,7 +76,8 @@ class CostModel:
         if known is None:
             return True
         now, then = self.seconds(signature, samples), self.seconds(signature, samples + more)
-        if now is None or then is None or then / (samples + more) < now / samples * (1 - _LEAST_GAIN):
+        apart = self.seconds(signature, more)
+        if now is None or then is None or apart is None or then - now < apart * (1 - _LEAST_GAIN):
             return True
         known.refusals += 1
         if known.refusals >= _LOOK_AGAIN:

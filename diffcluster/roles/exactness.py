@@ -34,8 +34,21 @@ class FewRowsApart(TorchFunctionMode):
         """Of torch's protocol."""
         options = kwargs or {}
         if func is torch.nn.functional.linear and self._has_few_rows(args[0]):
-            return torch.cat([func(part, *args[1:], **options) for part in torch.split(args[0], self._sizes)])
+            return self._apart(*args, **options)
         return func(*args, **options)
+
+    def _apart(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if rows.ndim > 2 or len(set(self._sizes)) > 1:
+            parts = torch.split(rows, self._sizes)
+            return torch.cat([torch.nn.functional.linear(part, weight, bias) for part in parts])
+        # A batch of products is computed product by product, each as it would be alone.
+        calls = rows.reshape(len(self._sizes), -1, rows.shape[-1])
+        weights = weight.t().expand(len(calls), -1, -1)
+        if bias is None:
+            made = torch.bmm(calls, weights)
+        else:
+            made = torch.baddbmm(bias.expand(*calls.shape[:2], -1), calls, weights)
+        return made.reshape(*rows.shape[:-1], -1)
 
     def _has_few_rows(self, rows: torch.Tensor) -> bool:
         return rows.ndim > 1 and rows.shape[0] == self._total and rows.numel() <= _FEW * self._total * rows.shape[-1]

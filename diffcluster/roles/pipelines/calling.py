@@ -87,9 +87,16 @@ def until_handed_over(
     try:
         pipeline(**arguments(family, pipeline, parameters, images))
     except HandOver as border:
-        pipeline.maybe_free_model_hooks()  # as it would have done at its end
+        _forget_steps(pipeline)
         return border
     raise WorkerFailedError(f"{type(pipeline).__name__} ended without calling the next role's component")
+
+
+def _forget_steps(pipeline: Any) -> None:
+    """Empty step caches, as the pipeline does at its end."""
+    for name in ("unet", "transformer", "transformer_2"):
+        if getattr(getattr(pipeline, name, None), "is_cache_enabled", False):
+            getattr(pipeline, name)._reset_stateful_cache()
 
 
 def pictures(contents: Sequence[bytes], parameters: GenerationParameters) -> list[Image.Image]:
