@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from bench import first_picture, handoff, overlap, transfer
+from bench import batching, first_picture, handoff, overlap, transfer
 from bench.command import main
 
 BENCHMARKS = {
+    "batching": batching.measure,
     "first_picture": first_picture.measure,
     "handoff": handoff.measure,
     "overlap": overlap.measure,

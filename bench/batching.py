@@ -44,7 +44,7 @@ __all__ = ["measure"]
 _WAITING = 16
 _STEPS = (4, 8, 12, 16, 20, 24)
 _PROMPTS = ("a slice of pizza", "a red apple", "a cat", "a rocket", "a sunflower", "a panda")
-_LEARNT = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16)
+_LEARNT = (2, 3, 4, 5, 6, 8, 12, 16)
 """Sizes of batches that a role has met, and compared with lone calls, before it is measured."""
 _LOAD = 1.3
 """Requests arrive so many times faster than one after another serves them."""
@@ -81,11 +81,11 @@ def measure(quick: bool) -> Result:
         for count in (1, *_LEARNT):
             for serve in ways.values() if count == 1 else [ways["continuous"]]:
                 serve([_request(encoder, index, 1) for index in range(count)])
-        steps, mix = (8, _STEPS[:3]) if quick else (20, _STEPS)
+        steps, mix = (6, _STEPS[:3]) if quick else (20, _STEPS)
         together = [_request(encoder, index, steps) for index in range(_WAITING)]
         waiting = {name: _best(serve, together, 1 if quick else 3) for name, serve in ways.items()}
         pace = waiting["one after another"][0] * steps / statistics.mean(mix)
-        arriving = _arrivals(encoder, mix, 20 if quick else 96, pace * _LOAD)
+        arriving = _arrivals(encoder, mix, 12 if quick else 96, pace * _LOAD)
         poisson = {name: _best(serve, arriving, 1) for name, serve in ways.items()}
         worst = _worst_difference(denoiser, arriving)
     for load_name, results in (
