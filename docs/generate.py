@@ -11,6 +11,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from diffcluster import config, errors, messages
+from diffcluster.roles import batching
+from diffcluster.roles.pipelines.families import FAMILIES
 from diffcluster.router.machine import HANDLERS
 from diffcluster.transport.slots import TRANSITIONS
 
@@ -22,7 +24,7 @@ def main() -> int:
     stale = []
     for path, text in (
         (DOCS / "configuration.md", _configuration()),
-        (DOCS / "protocol.md", _filled((DOCS / "protocol.md").read_text(encoding="utf-8"))),
+        *((DOCS / name, _filled((DOCS / name).read_text(encoding="utf-8"))) for name in ("protocol.md", "models.md")),
     ):
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(path.name)
@@ -100,6 +102,23 @@ def _errors() -> str:
     return _table(("code", "HTTP", "meaning"), rows)
 
 
+def _families() -> str:
+    rows = []
+    for family in FAMILIES:
+        tasks = "<br>".join(f"{task}: `{name}`" for task, name in family.pipelines.items())
+        rules = family.rules
+        together = f"never: {rules.alone}" if rules.alone else "requests of one size"
+        if rules.masks or rules.ragged:
+            together += "; prompts of different lengths are padded for it"
+        rows.append((family.name, tasks, together))
+    return _table(("family", "tasks", "computes together"), rows)
+
+
+def _reasons() -> str:
+    found = re.findall(r"^    ([a-z_]+(?::[A-Z]+)?)  +(.*)$", inspect.getdoc(batching) or "", re.MULTILINE)
+    return _table(("reason", "meaning"), [(f"`{reason}`", text) for reason, text in found])
+
+
 def _filled(text: str) -> str:
     made = {
         "role-to-router": _messages(messages.RoleToRouter),
@@ -107,6 +126,8 @@ def _filled(text: str) -> str:
         "handlers": _handlers(),
         "slots": _slots(),
         "errors": _errors(),
+        "families": _families(),
+        "reasons": _reasons(),
     }
     for name, table in made.items():
         text = re.sub(
