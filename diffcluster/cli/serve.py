@@ -91,7 +91,7 @@ def _role_command(role: Role) -> click.Command:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the role serves, Ctrl-C just ends it
         # Models come from disk alone; without this a library may still look for updates of them.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from diffcluster.roles.runtime import run
+        from diffcluster.roles.launch import run
 
         sys.exit(run(role, config))
 

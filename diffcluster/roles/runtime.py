@@ -1,4 +1,4 @@
-"""A role process: loads its part of the model, starts its threads, computes until it is told to leave."""
+"""A role process around a stage: starts its threads, computes until it is told to leave."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from diffcluster.messages import PROTOCOL_VERSION, EngineKind, Register
 from diffcluster.roles.batching import Policy
 from diffcluster.roles.compute import ComputeLoop
 from diffcluster.roles.control import Control
-from diffcluster.roles.device import Device, compute_threads, open_device
+from diffcluster.roles.device import Device, open_device
 from diffcluster.roles.exactness import is_demanded
 from diffcluster.roles.machine import RoleMachine
-from diffcluster.roles.media import check_video_support
-from diffcluster.roles.pipelines import Target, load
-from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
-from diffcluster.roles.pipelines.tuning import keep_compiled
 from diffcluster.roles.rules import Leave, new_token
-from diffcluster.roles.stages import STAGES
 from diffcluster.roles.staging import Stager
 from diffcluster.transport.arena import Arena
 from diffcluster.transport.device_arena import DeviceArena
@@ -44,37 +39,18 @@ if TYPE_CHECKING:
     from diffcluster.roles.stage import Stage
     from diffcluster.tensors import Manifest
 
-__all__ = ["run", "serve"]
+__all__ = ["serve"]
 
 ReceiveArena = Arena | DeviceArena
 _log = logging.getLogger(__name__)
 _RECEIVES: Final[frozenset[Role]] = frozenset({"denoiser", "decoder"})
 _SENDS: Final[frozenset[Role]] = frozenset({"encoder", "denoiser"})
-_MAKES_FILES: Final[frozenset[Role]] = frozenset({"decoder", "monolithic"})
 _ENGINES: Final[dict[str, tuple[EngineKind, ...]]] = {
     "auto": ("shm", "tcp"),
     "shm": ("shm",),
     "tcp": ("tcp",),
     "mooncake": ("mooncake",),
 }
-
-
-def run(role: Role, config: RoleConfig) -> int:
-    """Load the model and serve as `role` until asked to leave; the exit status.
-
-    Raises:
-        ConfigError, ModelError, AddressInUseError: it could not start.
-    """
-    torch.set_num_threads(compute_threads(config.threads))
-    keep_compiled(config)
-    device = open_device(config.device)
-    dtype = _dtype(config.dtype, device)
-    directory = ModelDirectory(find_model(config.model), config.model_id)
-    _log.info("%s of %s on %s in %s", role, directory.path, device.torch_device, str(dtype).removeprefix("torch."))
-    stage = STAGES[role](load(directory, Target(role, device.torch_device, dtype, config)))
-    if stage.facts.video is not None and role in _MAKES_FILES:
-        check_video_support()
-    return serve(role, config, stage, device, dtype)
 
 
 def serve(role: Role, config: RoleConfig, stage: Stage, device: Device, dtype: torch.dtype) -> int:
@@ -175,13 +151,6 @@ def _machine(config: RoleConfig, stage: Stage, receive: ReceiveArena | None, sen
         overlap=config.overlap,
         concurrency=config.max_batch_size,
     )
-
-
-def _dtype(name: str, device: Device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.torch_device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _open_receivers(config: RoleConfig, receive: ReceiveArena | None) -> list[Receiver]:

@@ -58,6 +58,9 @@ class SmallStage:
             num_inference_steps=1, max_inference_steps=100, guidance_scale=1.0,
         )  # fmt: skip
 
+    def warm_up(self, *, small: bool) -> None:
+        pass
+
     def output_bytes(self, parameters: GenerationParameters) -> int:
         return 0 if self._role == "decoder" else HANDED_ON
 

@@ -300,7 +300,9 @@ def test_each_role_holds_its_own_part_of_the_model(server: Server, monolithic_se
     assert set(instances) == {"encoder-1", "denoiser-1", "denoiser-2", "decoder-1"}
     for instance in instances.values():
         assert set(instance["components"]) == COMPONENTS[instance["role"]]
-        assert instance["components"] == {name: whole[name] for name in instance["components"]}
+        halved = {"vae"}  # an encoder or a decoder has no more of it than it runs
+        for name, nbytes in instance["components"].items():
+            assert 0 < nbytes < whole[name] if name in halved else nbytes == whole[name]
         assert instance["parameter_bytes"] == sum(instance["components"].values()) > 0
         assert instance["model"] == "demo"
         assert instance["engines"] == (["shm", "tcp"] if instance["role"] in ("denoiser", "decoder") else [])

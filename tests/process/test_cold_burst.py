@@ -31,7 +31,7 @@ def at_once(server: Server, requests: int) -> list[httpx.Response]:
         return list(pool.map(ask, range(requests)))
 
 
-@pytest.mark.parametrize("engine", ["tcp", "shm"])
+@pytest.mark.parametrize("engine", ["tcp"])
 def test_64_first_requests_at_once_through_4_encoders_4_denoisers_4_decoders(engine: str) -> None:
     roles = {"encoder": EACH, "denoiser": EACH, "decoder": EACH}
     with small_cluster(roles, [*ROOM, "--engine", engine]) as cluster:
