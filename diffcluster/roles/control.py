@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -61,6 +62,7 @@ __all__ = ["Control"]
 
 _log = logging.getLogger(__name__)
 _Work = Submit | Allocate | Ungrant | Push | Ready | Release | Evict | Cancel | Meet | Part
+_OFFER_AGAIN_S: Final = 0.02
 _GOODBYE_S: Final = 2.0
 
 
@@ -124,7 +126,8 @@ class Control:
                     self._beat(now)
                     next_beat = now + self._heartbeat_s
                 self._flush()
-                self._link.wait(next_beat - now)
+                # What a full link did not take is offered again soon: nothing says when there is room.
+                self._link.wait(min(next_beat - now, _OFFER_AGAIN_S if self._outbox else math.inf))
                 if time.monotonic() - now > (1 + MISSED_HEARTBEATS) * self._heartbeat_s:
                     # This process was stopped. Until the router has said whether it still counts on us, what lies in
                     # the socket is not acted upon: a push of then could hit a slot that is somebody else's now.

@@ -19,6 +19,10 @@ FIRST: Final[Role] = "encoder"
 """The queue of requests that have no route yet."""
 
 
+MAX_ATTEMPTS: Final = 30
+"""Of a request whose instances are cut off again and again, through no fault of its own."""
+
+
 class Endings(Links):
     """Changes of requests that are not an answer to a message of theirs."""
 
@@ -43,6 +47,9 @@ class Endings(Links):
             self.fail(
                 request.id, "worker_error", f"{losses} instances died while they worked on it; it is not tried again"
             )
+            return
+        if request.attempt >= MAX_ATTEMPTS:
+            self.fail(request.id, "no_instance", f"{request.attempt} attempts were cut off: the links do not hold")
             return
         self.let_go(request)
         again = Request(

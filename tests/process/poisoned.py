@@ -2,7 +2,7 @@
 
     python -m tests.process.poisoned --steps-to FILE --router tcp://127.0.0.1:5550
 
-`nan`: its embeds are NaN. `overflow`: its latents are finite, but nothing can be decoded of them. `step-error` and
+`nan`: its embeds are NaN. `late-nan`: so are its latents, once they have been looked at. `step-error` and
 `step-memory`: raises between two steps. `call-error` and `call-memory`: the model raises in every call that the request
 takes part in. Each step of each request is a line of the file: seed, step. All that may be joined is joined: measured
 times would decide it differently each time. Before it registers it says `warm` and waits for a line.
@@ -23,7 +23,7 @@ from diffusers import UNet2DConditionModel
 from diffcluster import logs
 from diffcluster.cli.options import config_options, load
 from diffcluster.config import RoleConfig
-from diffcluster.roles import runtime
+from diffcluster.roles import launch
 from diffcluster.roles.costs import CostModel
 from diffcluster.roles.stage import Output, Progressing, Task
 from diffcluster.roles.stages import STAGES, DenoiserStage
@@ -54,8 +54,8 @@ class _PoisonedStage(DenoiserStage):
             if word in words:
                 task.tensors = {name: torch.full_like(tensor, value) for name, tensor in task.tensors.items()}
         output = super().run(task)
-        if "overflow" in words:
-            output.tensors = {name: torch.full_like(tensor, 3e38) for name, tensor in output.tensors.items()}
+        if "late-nan" in words:
+            output.tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in output.tensors.items()}
         return output
 
     def _noting(self, seed: int, words: set[str], progress: Progressing) -> Progressing:
@@ -92,7 +92,7 @@ def main(steps_to: Path, **flags: Any) -> None:
     STAGES["denoiser"] = _PoisonedStage
     UNet2DConditionModel.forward = _poison(UNet2DConditionModel.forward)
     CostModel.worthwhile = lambda *_: True  # type: ignore[method-assign, assignment]
-    sys.exit(runtime.run("denoiser", config))
+    sys.exit(launch.run("denoiser", config))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, Final
 
 import psutil
@@ -155,7 +156,8 @@ def _serve_small() -> None:
         torch.set_num_threads(1)
         return runtime.serve(role, config, SmallStage(role), CpuDevice(), torch.float32)
 
-    runtime.run = run
+    # In place of the module that would import diffusers.
+    sys.modules["diffcluster.roles.launch"] = SimpleNamespace(run=run)  # type: ignore[assignment]
 
 
 # ---------------------------------------------------------------- for the tests
