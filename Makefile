@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 # What is installed besides: `dev,mooncake-cpu` for the tests of Mooncake, too, which are skipped without its library.
 EXTRAS ?= dev
 RUN := $(VENV)/bin
+# Tests that start no processes run two at a time; the others need both cores, and look at what is left behind.
+PURE := tests/unit tests/model tests/pipelines
 
 .PHONY: demo test check docs bench chaos clean
 
@@ -14,7 +16,8 @@ demo: $(VENV)/installed ## install, start a whole cluster, make a picture
 	@echo "The picture is $(CURDIR)/panda.png"
 
 test: $(VENV)/installed ## all tests
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n 2 $(PURE)
+	$(RUN)/python -m pytest $(addprefix --ignore=,$(PURE)) tests
 
 check: $(VENV)/installed ## formatting, lint, types, import directions, generated docs
 	$(RUN)/ruff format --check

@@ -35,15 +35,17 @@ from diffcluster.values import (
 )  # fmt: skip
 
 __all__ = [
-    "PROTOCOL_VERSION", "Allocate", "Allocated", "AllocationRefused", "BulkPiece", "Cancel", "Cancelled", "Done",
-    "Drain", "Drained", "EngineKind", "Evict", "Evicted", "ExtraArgument", "Failed", "FileInfo", "GenerationParameters",
-    "Grant", "InputImage", "Meet", "Met", "ModelFacts", "OutputFormat", "Part", "Peer", "Progress", "Push",
-    "PushFailed", "Pushed", "Ready", "Refused", "Register", "Registered", "Release", "RoleHeartbeat", "RoleToRouter",
-    "RouterHeartbeat", "RouterToRole", "Session", "SlotAddress", "StageTimings", "Staged", "Submit", "TaskKind",
-    "Ungrant", "VideoFacts",
+    "MISSED_HEARTBEATS", "PROTOCOL_VERSION", "Allocate", "Allocated", "AllocationRefused", "BulkPiece", "Cancel",
+    "Cancelled", "Done", "Drain", "Drained", "EngineKind", "Evict", "Evicted", "ExtraArgument", "Failed", "FileInfo",
+    "GenerationParameters", "Grant", "InputImage", "Meet", "Met", "ModelFacts", "OutputFormat", "Part", "Peer",
+    "Progress", "Push", "PushFailed", "Pushed", "Ready", "Refused", "Register", "Registered", "Release",
+    "RoleHeartbeat", "RoleToRouter", "RouterHeartbeat", "RouterToRole", "Session", "SlotAddress", "StageTimings",
+    "Staged", "Submit", "TaskKind", "Ungrant", "VideoFacts",
 ]  # fmt: skip
 
 PROTOCOL_VERSION: Final = 3
+MISSED_HEARTBEATS: Final = 3
+"""After so many intervals without a word each side takes the other for lost."""
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):

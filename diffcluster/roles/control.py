@@ -16,6 +16,7 @@ import psutil
 from diffcluster import codec
 from diffcluster.errors import DiffclusterError, WireError
 from diffcluster.messages import (
+    MISSED_HEARTBEATS,
     Allocate,
     BulkPiece,
     Cancel,
@@ -43,7 +44,7 @@ from diffcluster.roles.compute import ComputeLoop, ComputeResult, Work
 from diffcluster.roles.inputs import Inputs
 from diffcluster.roles.jobs import Key
 from diffcluster.roles.machine import RoleMachine
-from diffcluster.roles.rules import MISSED_HEARTBEATS, Leave, check_quarantine, load_ended, push_ended
+from diffcluster.roles.rules import Leave, check_quarantine, load_ended, push_ended
 from diffcluster.roles.windows import Windows
 from diffcluster.transport.control import RoleLink
 from diffcluster.transport.mailbox import Mailbox
@@ -322,9 +323,6 @@ class Control:
         event = jobs.WindowClosed(action.key, action.slot.lease, fenced)
         self._perform(self._machine.step(event, time.monotonic()))
 
-    def _tell(self, action: jobs.Send) -> None:
-        self._say(action.message)
-
     def _say(self, message: RoleToRouter) -> None:
         self._outbox.append(message)
         self._flush()
@@ -340,7 +338,7 @@ class Control:
         self._inputs.forget(action.key)
 
     _performers: Final[dict[type, Callable[[Control, Any], None]]] = {
-        jobs.Send: _tell,
+        jobs.Send: lambda self, action: self._say(action.message),
         jobs.OpenWindow: lambda self, action: self._windows.open(action.slot),
         jobs.CloseWindow: _close_window,
         jobs.SealWindow: lambda self, action: self._windows.close(action.slot),

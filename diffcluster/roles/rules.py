@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from diffcluster.errors import ConfigError
-from diffcluster.messages import Pushed, PushFailed, Session
+from diffcluster.messages import MISSED_HEARTBEATS, Pushed, PushFailed, Session
 from diffcluster.roles import jobs
 
 if TYPE_CHECKING:
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from diffcluster.transport.prefetch import LoadResult
     from diffcluster.transport.push import PushResult
 
-__all__ = ["MISSED_HEARTBEATS", "Leave", "check_quarantine", "load_ended", "new_token", "push_ended"]
-
-MISSED_HEARTBEATS: Final = 3
-"""How many make the router a lost one."""
+__all__ = ["Leave", "check_quarantine", "load_ended", "new_token", "push_ended"]
 
 
 class Leave:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from diffcluster.ids import Incarnation, Role
 from diffcluster.messages import (
+    MISSED_HEARTBEATS,
     PROTOCOL_VERSION,
     Drained,
     Refused,
@@ -23,7 +24,6 @@ from diffcluster.router.state import Cluster, Instance, Limits
 
 __all__ = ["Membership"]
 
-_MISSED_HEARTBEATS: Final = 3
 _REMEMBERED: Final = 1000
 
 
@@ -104,9 +104,9 @@ class Membership(ABC):
         if paused:
             for incarnation in list(self.cluster.instances):
                 self.seen(incarnation)
-        horizon = self.now - _MISSED_HEARTBEATS * self.limits.heartbeat_s
+        horizon = self.now - MISSED_HEARTBEATS * self.limits.heartbeat_s
         for incarnation in [i for i, instance in self.cluster.instances.items() if instance.last_seen < horizon]:
-            self.lose(incarnation, f"is silent for {_MISSED_HEARTBEATS} heartbeats")
+            self.lose(incarnation, f"is silent for {MISSED_HEARTBEATS} heartbeats")
 
     def count_heard(self, sender: Incarnation) -> None:
         """One more message of `sender` has arrived."""
