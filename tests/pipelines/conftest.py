@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffcluster.config import RoleConfig
 from diffcluster.ids import Role
 from diffcluster.roles.pipelines import PipelineAdapter, Target, load
 from diffcluster.roles.pipelines.directory import ModelDirectory, find_model
@@ -43,6 +44,6 @@ def part_of(path_of: Callable[[str], Path]) -> Loading:
 
     @functools.cache
     def loaded(name: str, role: Role, dtype: torch.dtype = torch.float32) -> PipelineAdapter:
-        return load(ModelDirectory(path_of(name)), Target(role, torch.device("cpu"), dtype))
+        return load(ModelDirectory(path_of(name)), Target(role, torch.device("cpu"), dtype, RoleConfig(exact="off")))
 
     return loaded
