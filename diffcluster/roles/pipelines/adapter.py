@@ -149,6 +149,8 @@ class PipelineAdapter:
 
     def _decode(self, vae: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """What does not fit in one piece is decoded in tiles, by the autoencoder's own switch, from then on."""
+        if vae.dtype != args[0].dtype:  # some pipelines decode in float32 what was denoised in float16
+            vae.to(args[0].dtype)
         try:
             decoded = vae.decode(*args, **kwargs)
         except OUT_OF_MEMORY:

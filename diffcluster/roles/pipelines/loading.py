@@ -72,7 +72,7 @@ def load_parts(directory: ModelDirectory, family: Family, target: Target) -> tup
         if is_demanded(target.config, target.device):  # what is padded is computed in other pieces
             rules = replace(rules, masks={}, ragged=frozenset())
         for name, part in owned.items():
-            _wrap(name, part, rules)
+            _wrap(name, part, rules, target)
     for name in _DENOISERS:
         if name in parts and name not in owned:
             parts[name].forward = leads_out
@@ -125,8 +125,6 @@ def _is_needed(name: str, role: Role, family: Family) -> bool:
 
 def _load(directory: ModelDirectory, name: str, target: Target) -> Any:
     role, device, dtype = target.role, target.device, target.dtype
-    if name == "vae" and dtype == torch.float16 and directory.config(name).get("force_upcast"):
-        dtype = torch.float32  # as the pipelines do around each decode
     quantized = quantization(target.config, name)
     part = directory.load(name, dtype, quantized)
     if not isinstance(part, torch.nn.Module):
@@ -171,14 +169,16 @@ def _fill_buffers(shell: Any, directory: ModelDirectory, name: str, device: torc
                 )
 
 
-def _wrap(name: str, part: Any, rules: JoinRules) -> None:
+def _wrap(name: str, part: Any, rules: JoinRules, target: Target) -> None:
     """Let calls of different requests meet at `part`; `rules` are those of a denoiser."""
     if name in _DENOISERS:
         names = tuple(inspect.signature(part.forward).parameters)
         part.forward = meeting(name, part.forward, replace(rules, names=names))
     elif name == "vae":
-        part.encode = meeting("vae.encode", part.encode, JoinRules(alone="it returns a distribution"))
-        part.decode = meeting("vae.decode", part.decode, JoinRules())
+        # Pipelines cast it to another dtype, encode, and cast it back: nobody else may come in between. The same holds
+        # for decoding in float16, but in a decoder, where no pipeline is at work.
+        if target.role == "decoder" or target.dtype != torch.float16:
+            part.decode = meeting("vae.decode", part.decode, JoinRules())
     elif isinstance(part, torch.nn.Module):
         why = "" if type(part).__name__ in _JOINABLE_ENCODERS else "not known to be joinable"
         names = tuple(inspect.signature(part.forward).parameters)
