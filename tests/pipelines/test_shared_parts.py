@@ -3,6 +3,7 @@
 import io
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -10,6 +11,9 @@ from diffcluster.messages import GenerationParameters, InputImage
 from diffcluster.roles.meeting import Fiber
 from diffcluster.roles.stage import Task
 from tests.pipelines.conftest import Loading
+from tests.pipelines.kit import LIBRARIES_WARN
+
+pytestmark = pytest.mark.filterwarnings(*LIBRARIES_WARN)
 
 
 def task_of(seed: int) -> Task:
