@@ -60,11 +60,15 @@ def is_demanded(config: RoleConfig, device: torch.device) -> bool:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Whether two answers of a module are equal, leaf by leaf. NaN equals nothing."""
+    """Whether two answers of a module are equal, leaf by leaf: in their bits, so that NaN equals NaN."""
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same_bits(value, other[key]) for key, value in one.items())
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(same_bits, one, other))
     return True
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

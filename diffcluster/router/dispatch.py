@@ -51,8 +51,12 @@ class Dispatch(Endings):
         model = request.parameters.model
         if request.route:
             return least_loaded(self._receivers(role, request))
-        complete = [route for route in ROUTES if all(self.pool(pool, model) for pool in route)]
+        complete = self.complete_routes(model)
         return least_loaded([instance for route in complete for instance in self.pool(route[0], model)])
+
+    def complete_routes(self, model: str) -> list[tuple[Role, ...]]:
+        """The routes all of whose pools have an instance for `model`."""
+        return [route for route in ROUTES if all(self.pool(pool, model) for pool in route)]
 
     def _receivers(self, role: Role, request: Request) -> list[tuple[Incarnation, Instance]]:
         """Instances that may be given a request: those whose region is large enough, that its holder can reach, and to

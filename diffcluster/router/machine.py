@@ -95,7 +95,11 @@ class RouterMachine(Dispatch):
         while self.cluster.deadlines and self.cluster.deadlines[0][0] <= self.now:
             _, request_id = heapq.heappop(self.cluster.deadlines)
             request = self.cluster.requests.get(request_id)
-            if request is not None:
+            if request is None:
+                continue
+            if request.phase == "queued" and not self.complete_routes(request.parameters.model):
+                self.fail(request_id, "no_instance", "a role that it needs had no instance in its time")
+            else:
                 where = f"{request.phase}, stage {request.stage + 1}"
                 self.fail(request_id, "deadline_exceeded", f"not finished in its time; it was {where}")
 
