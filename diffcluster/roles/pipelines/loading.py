@@ -90,6 +90,9 @@ def build(class_name: str, parts: Parts, options: dict[str, Any]) -> Any:
         raise ModelError("model_index.json", f"the installed diffusers has no {class_name}")
     parameters = inspect.signature(cls.__init__).parameters
     taken = {name: parameter for name, parameter in parameters.items() if name != "self"}
+    for name in (*_DENOISERS, "vae", "scheduler"):
+        if name in taken and taken[name].default is inspect.Parameter.empty and name not in parts:
+            raise ModelError("model_index.json", f"{class_name} needs a {name}, and there is none")
     values = {name: parts.get(name) for name, p in taken.items() if p.default is p.empty or name in parts}
     values |= {name: value for name, value in options.items() if name in taken}
     if "requires_safety_checker" in taken and values.get("safety_checker") is None:
