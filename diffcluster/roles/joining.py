@@ -156,8 +156,14 @@ def _kind(leaf: Any, name: str, call: Call) -> object:
         if _is_scalar(leaf, call.samples):
             return "scalar"
         if leaf.ndim and leaf.shape[0] == call.samples:
-            return "samples", leaf.dtype if leaf.ndim > 1 else None, tuple(leaf.shape[1:])
+            return "samples", leaf.dtype if leaf.ndim > 1 else None, tuple(leaf.shape[1:]), _order(leaf)
     return "shared", leaf.dtype, tuple(leaf.shape), _digest(leaf)
+
+
+def _order(leaf: torch.Tensor) -> tuple[int, ...]:
+    """Of the dimensions in memory, if it is another than theirs: kernels are chosen by it."""
+    strides = leaf.stride()
+    return () if leaf.is_contiguous() else tuple(sorted(range(leaf.ndim), key=lambda dim: -strides[dim]))
 
 
 def _element(value: Any) -> object:

@@ -213,7 +213,10 @@ def test_five_that_are_the_same(joined: Joined) -> None:
 
 @pytest.mark.usefixtures("spared")
 def test_nobody_gets_the_picture_of_somebody_else(joined: Joined) -> None:
-    wanted = [ASKED | {"prompt": PROMPTS[k % len(PROMPTS)], "seed": 200 + k // 4} for k in range(2 * MANY)]
+    wanted = [
+        ASKED | {"prompt": PROMPTS[k % len(PROMPTS)], "seed": 200 + k // 4, "num_inference_steps": 1}
+        for k in range(2 * MANY)
+    ]
     alone = [joined.alone(**one) for one in wanted]
     assert len(set(alone)) == len(wanted)
     assert [sha(file_of(answer)) for answer in joined.together(wanted)] == alone
@@ -222,7 +225,7 @@ def test_nobody_gets_the_picture_of_somebody_else(joined: Joined) -> None:
 @pytest.mark.usefixtures("spared")
 def test_prompts_of_different_lengths(joined: Joined) -> None:
     prompts = ("x", "a slice of pizza", "a red fish in the deep blue sea " * 2, "🍕" * 20, "leaves " * 90)
-    wanted = [ASKED | {"prompt": prompt, "num_inference_steps": 6} for prompt in prompts]
+    wanted = [ASKED | {"prompt": prompt, "num_inference_steps": 4} for prompt in prompts]
     alone = [joined.alone(**one) for one in wanted]
     assert [sha(file_of(answer)) for answer in joined.together(wanted)] == alone
 
@@ -308,7 +311,7 @@ FAILURES = {
 def test_what_goes_wrong_with_one_request_ends_no_other(joined: Joined, word: str) -> None:
     # A batch that did not fit is never tried again, so it must be of a size that no other test has.
     size = {"size": "80x72"} if word == "call-memory" else SMALL
-    others = [ASKED | size | {"seed": 300 + k, "num_inference_steps": 14} for k in range(2)]
+    others = [ASKED | size | {"seed": 300 + k, "num_inference_steps": 10} for k in range(2)]
     bad = ASKED | size | {"prompt": f"{PROMPTS[0]} {word}", "seed": 310, "num_inference_steps": 2}
     with company(joined, others):
         answers = [joined.post(bad) for _ in range(2)]
@@ -319,7 +322,7 @@ def test_what_goes_wrong_with_one_request_ends_no_other(joined: Joined, word: st
 
 def test_after_a_nan_others_are_joined_as_before(joined: Joined) -> None:
     size = {"size": "64x120"}
-    others = [ASKED | size | {"seed": 320 + k, "num_inference_steps": 12} for k in range(2)]
+    others = [ASKED | size | {"seed": 320 + k, "num_inference_steps": 10} for k in range(2)]
     bad = ASKED | size | {"prompt": f"{PROMPTS[0]} nan", "seed": 330, "num_inference_steps": 3}
     with company(joined, others[:1]):
         error_of(joined.post(bad), 500)

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, TaskKind, dict[str, Any]]] = {
     "sdxl": ("sdxl", "text_to_image", {"negative_prompt": "blurry, ugly"}),
     "sdxl without guidance": ("sdxl", "text_to_image", {"guidance_scale": 1.0}),
     "flux": ("flux", "text_to_image", {}),
+    "sd15 from a picture": ("sd15", "image_to_image", {"strength": 0.7}),
     "sd15 inpaints": ("sd15", "inpaint", {"strength": 0.8, "negative_prompt": "ugly"}),
     "wan21": ("wan21", "text_to_video", {"negative_prompt": "blurry"}),
     "ltx from a picture": ("ltx-i2v", "image_to_video", {}),

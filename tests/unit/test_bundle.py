@@ -89,3 +89,13 @@ def test_a_text_nested_without_end_is_refused() -> None:
     deep = '{"type":"list","items":[' * 100_000
     with pytest.raises(WorkerFailedError):
         unpack({}, {"tree": deep})
+
+
+def test_the_order_of_dimensions_in_memory_is_kept() -> None:
+    """Kernels are chosen by it, so that a copy in another order gives other bits."""
+    tensor = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tensors, scalars = pack({"x": tensor})
+    assert all(part.is_contiguous() for part in tensors.values())
+    back = unpack(tensors, scalars)["x"]
+    assert torch.equal(back, tensor)
+    assert back.stride() == tensor.stride()

@@ -24,6 +24,8 @@ _TREE = "tree"
 
 class _Tensor(Struct, tag="tensor", forbid_unknown_fields=True):
     name: str
+    order: list[int] = []
+    """Of its dimensions in memory, if that is another: kernels are chosen by it, and they differ in the last bits."""
 
 
 class _Value(Struct, tag="value", forbid_unknown_fields=True):
@@ -66,7 +68,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, float | in
     """
     try:
         return _unpack(_decode.decode(str(scalars[_TREE])), tensors)
-    except (KeyError, msgspec.DecodeError, AttributeError, RecursionError) as error:
+    except (KeyError, msgspec.DecodeError, AttributeError, RuntimeError) as error:
         raise WorkerFailedError(f"what the stage before handed over cannot be read: {error!r}") from error
 
 
@@ -75,8 +77,12 @@ def _pack(value: Any, path: str, tensors: Tensors) -> _Node:
         name = path or "value"
         while name in tensors:  # a key may look like the path of something else
             name += "~"
-        tensors[name] = value
-        return _Tensor(name)
+        strides = value.stride()
+        order = sorted(range(value.ndim), key=lambda dim: -strides[dim])
+        if value.is_contiguous() or not value.permute(order).is_contiguous():
+            order = []
+        tensors[name] = value.permute(order) if order else value
+        return _Tensor(name, order)
     if isinstance(value, (list, tuple)):
         items = [_pack(part, f"{path}.{index}".lstrip("."), tensors) for index, part in enumerate(value)]
         return _List(items, isinstance(value, tuple))
@@ -91,8 +97,9 @@ def _pack(value: Any, path: str, tensors: Tensors) -> _Node:
 
 def _unpack(node: _Node, tensors: Mapping[str, torch.Tensor]) -> Any:
     match node:
-        case _Tensor(name):
-            return tensors[name]
+        case _Tensor(name, order):
+            tensor = tensors[name]
+            return tensor.permute(sorted(range(len(order)), key=order.__getitem__)) if order else tensor
         case _Dtype(name):
             dtype = getattr(torch, name)
             if not isinstance(dtype, torch.dtype):
